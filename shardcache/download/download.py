@@ -35,8 +35,6 @@ Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched", "imported"
 
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
-#: Seconds that a reader waits at most; Python's locks accept no infinite time.
-_FOREVER = 1e8
 
 
 class Progress(NamedTuple):
@@ -118,7 +116,7 @@ class Download:
         """Return the progress of the download at this moment."""
         return Progress(self.size, self.written, self.received, self.retries)
 
-    def wait(self, is_over: Callable[[], bool], seconds: float = _FOREVER) -> float:
+    def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
         start, waiter = time.monotonic(), threads.Queue[None]()
         with self._lock:
@@ -213,11 +211,11 @@ class Download:
                 self.partial = partial
                 self._enter(State.WAITING)
 
-    def running(self, partial: Path, size: int | None, written: int, *, upstream: bool) -> None:
+    def running(self, partial: Partial, *, upstream: bool) -> None:
         """Note that this process writes ``partial`` from now on."""
         with self._lock:
-            self.partial, self.size, self.written = partial, size, written
-            self.is_upstream, self.outcome = upstream, "fetched"
+            self.partial, self.size = partial.path, partial.metadata.info.size
+            self.written, self.is_upstream, self.outcome = partial.written, upstream, "fetched"
             self._enter(State.RUNNING)
 
     def advanced(self, received: int, partial: Partial | None = None) -> None:

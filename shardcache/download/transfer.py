@@ -56,8 +56,6 @@ _EARLY = 128 * 1024
 _LAST_RESPONSE = 5.0
 #: Seconds that the worker of a failed transfer waits for its helpers to end.
 _FAREWELL = 5.0
-#: Number of folders whose largest shard is remembered.
-_FOLDERS = 256
 #: Blocks of memory for the next parts. To get one from the kernel, which clears it, takes 0.2 ms.
 _spare: deque[bytearray] = deque(maxlen=4)
 
@@ -84,8 +82,6 @@ class Resources:
         """Note the size of a shard; None if its origin does not state it."""
         folder = shard.canonical.rpartition("/")[0]
         known = self._largest.get(folder, 0)
-        if len(self._largest) >= _FOLDERS and not known:
-            self._largest.clear()
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
 
 
@@ -169,8 +165,7 @@ class Transfer:
         self._checksum = self._info.checksum  # of the object, as the origin states it
         # Or not all bytes are seen.
         self.may_end_early = partial.written > 0 or self._info.size is None
-        upstream = self._is_upstream
-        self._download.running(partial.path, self._info.size, partial.written, upstream=upstream)
+        self._download.running(partial, upstream=self._is_upstream)
         lead = self._queue_parts()
         try:
             with self._download.transferring(self._fail):
@@ -197,10 +192,8 @@ class Transfer:
             self._queue.end()
             end = min(clock.monotonic() + _LAST_RESPONSE, self._retries.end or math.inf)
             thread = self._describer
-            while thread is not None and self._error is None and clock.monotonic() < end:
+            while thread and thread.is_alive() and not self._error and clock.monotonic() < end:
                 thread.join(0.1)
-                if not thread.is_alive():
-                    break
         if self._error is not None:
             raise self._error
         if not self._origin.conditional:

@@ -94,8 +94,7 @@ class Metadata(NamedTuple):
     def encode(self) -> bytes:
         """Return the sidecar as one line of JSON."""
         date, info = datetime.fromtimestamp(self.fetched_at, UTC), self.info
-        record: dict[str, Any] = {"schema": SCHEMA}
-        record |= self._asdict()
+        record: dict[str, Any] = {"schema": SCHEMA, **self._asdict()}
         del record["info"]
         record["object"] = info._asdict()
         record["object"]["checksum"] = info.checksum and info.checksum._asdict()

@@ -294,10 +294,10 @@ class Worker:
                 raise unlike(shard, source, info)
             digest = file_digest(partial.fd)
             metadata = partial.metadata._replace(digest=digest, checked=checked)
+            entry = self._publish(partial, metadata, proven=True)
         except BaseException:
             partial.discard()
             raise
-        entry = self._publish(partial, metadata, proven=True)
         download.outcome = "imported"
         resources.counters.add({"bytes_stored": size})
         return entry
@@ -386,35 +386,31 @@ class Worker:
     def _publish(
         self, partial: Partial, metadata: Metadata, *, proven: bool, headers: int = _HEADERS
     ) -> Path:
-        """Publish a received shard and return its entry, or discard it if a check refuses it."""
+        """Check a received shard, publish it, and return its entry."""
         shard, config = self._download.shard, self._resources.config
-        try:
-            check_archive(partial.fd, shard.basename, str(shard))
-            if problem := archive_problem(partial.fd, shard.basename, metadata.size, headers):
-                self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
-            if not (proven or metadata.checked):
-                raise UnprovenError(
-                    f"{shard}: the response has no length and ends with the connection, so it may "
-                    "be incomplete. Let the server send a Content-Length.",
+        check_archive(partial.fd, shard.basename, str(shard))
+        if problem := archive_problem(partial.fd, shard.basename, metadata.size, headers):
+            self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
+        if not (proven or metadata.checked):
+            raise UnprovenError(
+                f"{shard}: the response has no length and ends with the connection, so it may "
+                "be incomplete. Let the server send a Content-Length.",
+                url=str(shard),
+            )
+        if config.validate is not None:
+            try:
+                config.validate(partial.data)
+            except Exception as exn:  # the hook may raise any exception to refuse the shard
+                raise IntegrityError(
+                    f"{shard} was refused by the validate hook: {type(exn).__name__}: {exn}. "
+                    "Look at the object, or at the hook.",
                     url=str(shard),
-                )
-            if config.validate is not None:
-                try:
-                    config.validate(partial.data)
-                except Exception as exn:  # the hook may raise any exception to refuse the shard
-                    raise IntegrityError(
-                        f"{shard} was refused by the validate hook: {type(exn).__name__}: {exn}. "
-                        "Look at the object, or at the hook.",
-                        url=str(shard),
-                    ) from exn
-            tier = next(t for t in self._directories.tiers if t.owns(str(partial.path)))
-            is_unknown = metadata.info.size is None  # so the budget was not checked before
-            if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
-                raise refusal
-            entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
-        except BaseException:
-            partial.discard()
-            raise
+                ) from exn
+        tier = next(t for t in self._directories.tiers if t.owns(str(partial.path)))
+        is_unknown = metadata.info.size is None  # so the budget was not checked before
+        if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
+            raise refusal
+        entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
         partial.close()
         return entry
 

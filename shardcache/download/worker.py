@@ -352,10 +352,10 @@ class Worker:
             # Other shards may have taken the room that the dead process had reserved. The claimed
             # partial counts with its final size.
             try:
-                if partial.prove():
-                    logger.info("%s: resuming at %d bytes", shard, partial.written)
-                    with tier.space.reserved(shard, None):
-                        return partial
+                partial.prove()
+                logger.info("%s: resuming at %d bytes", shard, partial.written)
+                with tier.space.reserved(shard, None):
+                    return partial
             except BaseException:
                 partial.close()
                 raise

@@ -249,27 +249,17 @@ class Partial:
             stack.pop_all()
         return partial
 
-    def prove(self) -> bool:
-        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others.
-
-        Returns False if the partial cannot be used, and has been discarded.
-        """
+    def prove(self) -> None:
+        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others."""
         total, buffer = self.metadata.info.size or 0, memoryview(bytearray(BLOCK))
         records, self._unproven = _records(self._unproven), b""
-        try:
-            for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
-                block = buffer[: min(BLOCK, total - index * BLOCK)]
-                count = os.preadv(self.fd, [block], index * BLOCK)
-                if length == count == len(block) and block_digest(block) == digest:
-                    self.record(index, digest, length)
-                elif length:
-                    self._write_record(index, bytes(16), 0)
-        except os_error() as exn:
-            if exn.errno not in _UNCLAIMED:
-                raise
-            self.discard()
-            return False
-        return True
+        for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
+            block = buffer[: min(BLOCK, total - index * BLOCK)]
+            count = os.preadv(self.fd, [block], index * BLOCK)
+            if length == count == len(block) and block_digest(block) == digest:
+                self.record(index, digest, length)
+            elif length:
+                self._write_record(index, bytes(16), 0)
 
     @property
     def fd(self) -> int:

@@ -178,10 +178,7 @@ class DownloadReader:
                 self._seen = path
         if self._partial is None:
             return False
-        try:
-            limit = self._partial.limit()
-        except DamagedError:  # the writer is still writing its first record
-            return False
+        limit = self._partial.limit()
         if self._limit == 0 and limit > 0:
             from shardcache.archive import check_archive  # it imports tarfile
 

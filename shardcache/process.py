@@ -173,7 +173,6 @@ class ProcessCache:
         for tier in tiers:
             self._make(tier)
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
-        self._end_housekeeping()
         self._housekeepers = [Housekeeper(tier) for tier in usable]
         self._clean_due = 0.0
         self._touched.clear()
@@ -453,7 +452,7 @@ class ProcessCache:
 
     def close(self) -> None:
         """End the session, and cancel downloads without readers. The next use begins another."""
-        self._end_housekeeping()
+        self._housekeepers = []
         if self.directories is not None:
             self.directories = None
             self.downloads.close()
@@ -478,11 +477,6 @@ class ProcessCache:
             extra = {"event": "ended", "dir": str(self.config.dir)}
             extra |= {name: getattr(stats, name) for name in names}
             logger.info("%s: this process had %r", self.config.dir, stats, extra=extra)
-
-    def _end_housekeeping(self) -> None:
-        for housekeeper in self._housekeepers:
-            housekeeper.close()
-        self._housekeepers = []
 
 
 #: All `ProcessCache` objects of this process: it ends them when it exits, and a forked child begins

@@ -49,9 +49,6 @@ _MAX_LIMITS = 65_536
 _INTERVAL, _FIRST = 300.0, 60.0
 #: Seconds between two checks of the memory that a RAM disk leaves to the job.
 _MEMORY_INTERVAL = 2.0
-#: Seconds that a process waits at its end for a running cleaning. After that, the process ends in
-#: the middle of the cleaning, which does no harm.
-_CLOSE_TIMEOUT = 2.0
 
 
 @dataclass(eq=False)
@@ -263,7 +260,8 @@ class Housekeeper:
     """Cleans in the background of a job, so that a node without cron stays within its limits.
 
     Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``.
-    Each of them checks a RAM disk every two seconds, and gives back what the job's memory needs.
+    Each of them checks a RAM disk every two seconds, and gives back what the job's memory needs. A
+    process may end in the middle of a cleaning, which does no harm.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -310,8 +308,3 @@ class Housekeeper:
             logger.debug("%s", exn)
         except os_error() as exn:
             logger.info("background cleaning failed: %s", exn)
-
-    def close(self) -> None:
-        """Wait up to two seconds for a running cleaning to end."""
-        if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT)

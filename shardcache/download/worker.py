@@ -356,8 +356,8 @@ class Worker:
                 logger.info("%s: resuming at %d bytes", shard, partial.written)
                 with tier.space.reserved(shard, None):
                     return partial
-            except BaseException:
-                partial.close()
+            except BaseException as exn:
+                (partial.discard if is_local_error(exn) else partial.close)()
                 raise
         return None
 

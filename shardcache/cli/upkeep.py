@@ -15,7 +15,7 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Position, Positions, Row, display, fields_of, printable
 from shardcache.config import describe
-from shardcache.space.eviction import CleanReport, Reason, Removal
+from shardcache.space.eviction import Removal
 from shardcache.store.partial import read_journal
 from shardcache.store.root import is_cache
 from shardcache.store.verify import EntryState, Finding, VerifyStatus
@@ -93,7 +93,7 @@ def clean_command(
         if dry_run:
             rows = [(_url_of(r), format_bytes(r.size), r.reason) for r in report.removed]
             console.table(("SHARD", "ON DISK", "REASON"), rows)
-        console.info(_summary(report))
+        console.info(str(report))
         if report.missing:
             console.warning(
                 f"the cache is still {format_bytes(report.missing)} too large: the other shards "
@@ -117,21 +117,6 @@ def _url_of(removal: Removal) -> str:
         return removal.entries[0].name() or removal.name
     journal = read_journal(Path(removal.name))
     return journal.metadata.url if journal else removal.name
-
-
-def _summary(report: CleanReport) -> str:
-    removed, kept = ("would remove", "would keep") if report.dry_run else ("removed", "kept")
-    rest = f"{kept} {counted(report.kept, 'shard')}, {format_bytes(report.kept_bytes)} on disk"
-    rest += f" ({report.pinned:,} pinned)" if report.pinned else ""
-    if not report.removed:
-        return f"nothing to remove; {rest}"
-    reasons = Counter(removal.reason for removal in report.removed)
-    partials = reasons.pop(Reason.ORPHAN, 0)
-    what = [counted(reasons.total(), "shard")] if reasons else []
-    what += [counted(partials, "partial download")] if partials else []
-    why = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if reason != Reason.ALL)
-    size = format_bytes(report.freed)
-    return f"{removed} {' and '.join(what)}, {size} on disk{why and f': {why}'}\n{rest}"
 
 
 @command("verify")

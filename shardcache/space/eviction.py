@@ -25,7 +25,7 @@ from shardcache.locks.sessions import live_sessions, remove_dead
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store
 from shardcache.store.partial import in_flight, remove_leftover
-from shardcache.units import format_bytes
+from shardcache.units import counted, format_bytes
 from shardcache.urls import ShardURL
 
 logger = logging.getLogger(__name__)
@@ -90,10 +90,17 @@ class CleanReport:
 
     def __repr__(self) -> str:
         removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
-        return (
-            f"<CleanReport: {removed} {len(self.removed):,} items, {format_bytes(self.freed)}; "
-            f"{kept} {self.kept:,} shards, {format_bytes(self.kept_bytes)}>"
-        )
+        rest = f"{kept} {counted(self.kept, 'shard')}, {format_bytes(self.kept_bytes)} on disk"
+        rest += f" ({self.pinned:,} pinned)" if self.pinned else ""
+        if not self.removed:
+            return f"nothing to remove; {rest}"
+        reasons = Counter(removal.reason for removal in self.removed)
+        partials = reasons.pop(Reason.ORPHAN, 0)
+        what = [counted(reasons.total(), "shard")] if reasons else []
+        what += [counted(partials, "partial download")] if partials else []
+        why = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if reason != Reason.ALL)
+        size = format_bytes(self.freed)
+        return f"{removed} {' and '.join(what)}, {size} on disk{why and f': {why}'}\n{rest}"
 
     @property
     def freed(self) -> int:

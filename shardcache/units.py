@@ -151,9 +151,11 @@ def exact_duration(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return text such as ``350 ms``, ``1.9 s``, ``2m 08s`` or ``14d``, with at most two units."""
+    """Return text such as ``90 us``, ``1.9 s``, ``2m 08s`` or ``14d``, with at most two units."""
     if seconds == 0:
         return "0 s"
+    if seconds < 0.0009995:
+        return f"{seconds * 1e6:.0f} us"
     if seconds < 0.9995:
         return f"{seconds * 1000:.{1 if seconds < 0.00995 else 0}f} ms"
     if seconds < 59.5:

@@ -178,7 +178,7 @@ class Console:
 
 
 class Shortened(NamedTuple):
-    """A URL, or the end of one, for rich. On a narrow terminal, its middle is left out."""
+    """Text such as a URL, for rich. On a narrow terminal, its middle is left out."""
 
     text: str
 
@@ -199,7 +199,7 @@ class Shortened(NamedTuple):
         yield Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table without borders.
 
     On a narrow terminal, the names of shards are shortened, and other first columns are folded.
@@ -208,21 +208,21 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, title in enumerate(titles):
+    lines = [[*map(printable, row)] for row in rows]
+    for number, (title, *cells) in enumerate(zip(titles, *lines, strict=True)):
         justify: Any = "right" if number and title not in _WORDS else "left"
-        options: dict[str, Any] = {"min_width": len(title), "no_wrap": number > 0}
+        width = max(map(len, (title, *cells))) if number else len(title)  # rich measures words
+        options: dict[str, Any] = {"min_width": width, "no_wrap": number > 0}
         table.add_column(title, justify=justify, overflow="fold", **options)
     first = Shortened if titles[0] == "SHARD" else Text
-    for name, *rest in rows:
-        table.add_row(first(printable(name)), *(Text(printable(cell)) for cell in rest))
+    for name, *rest in lines:
+        table.add_row(first(name), *map(Text, rest))
     return table
 
 
 def _fits(table: Table, terminal: Terminal) -> bool:
     """Return whether the terminal shows all columns of a table without cutting a figure."""
     endless = terminal.options.update(width=_UNLIMITED)
-    for column in table.columns[1:]:  # their cells do not wrap, but rich measures words
-        column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
     return terminal.measure(table, options=endless).minimum <= terminal.width
 
 
@@ -287,10 +287,8 @@ def _show(
     class Description(progress.ProgressColumn):
         """Description of a row. A narrow terminal shortens it and the bar, but not the figures."""
 
-        def render(self, task: progress.Task) -> Text | Shortened:
-            if task.fields["key"]:
-                return Shortened(task.description)
-            return Text(task.description, no_wrap=True, overflow="ellipsis")
+        def render(self, task: progress.Task) -> Shortened:
+            return Shortened(task.description)
 
     class Figures(progress.ProgressColumn):
         """Percentage, rate in the units of all commands, and remaining time, if they are known."""
@@ -322,7 +320,7 @@ def _show(
                 bars.remove_task(rows.pop(key))
             for key, (text, done, total) in current.items():
                 if key not in rows:
-                    rows[key] = bars.add_task(text, total=total, key=key)
+                    rows[key] = bars.add_task(text, total=total)
                 bars.update(rows[key], description=text, completed=done, total=total)
             if console.live:
                 bars.refresh()
@@ -352,13 +350,6 @@ def _cell_of_notebook() -> Callable[[str], None] | None:
 def local_time(moment: datetime) -> str:
     """Return ``2026-11-20 21:04`` in the local time zone."""
     return moment.astimezone().isoformat(" ", "minutes")[:16]
-
-
-def short_duration(seconds: float | None) -> str:
-    """Return text such as ``120 us`` or ``1.2 s``, or ``-`` for None."""
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e6:.0f} us" if seconds < 0.001 else format_duration(seconds)
 
 
 def printable(text: str) -> str:

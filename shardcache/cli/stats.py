@@ -32,15 +32,7 @@ from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.cli.entries import cell, partials
 from shardcache.cli.main import Invocation, command, flag
-from shardcache.cli.output import (
-    Fitted,
-    Row,
-    Shortened,
-    fields_of,
-    local_time,
-    printable,
-    short_duration,
-)
+from shardcache.cli.output import Fitted, Row, Shortened, fields_of, local_time, printable
 from shardcache.clock import utc
 from shardcache.config import Config, __version__
 from shardcache.errors import ConfigError
@@ -53,7 +45,7 @@ from shardcache.stats.database import Sample
 from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_rank, exposition, summed, summed_by
 from shardcache.sync import atomic_write
 from shardcache.tiers import lock_layout
-from shardcache.units import counted, format_bytes, format_rate
+from shardcache.units import counted, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -245,8 +237,9 @@ def _percentage(share: float | None) -> str:
 
 
 def _waits(waits: Waits) -> str:
-    mean, total = short_duration(waits.mean), short_duration(waits.seconds)
-    return f"mean {mean}  total {total}" if waits.count else "none"
+    if waits.mean is None:
+        return "none"
+    return f"mean {format_duration(waits.mean)}  total {format_duration(waits.seconds)}"
 
 
 def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
@@ -254,7 +247,9 @@ def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
     opens = f"{stats.opens:,}" if seconds is None else f"{stats.opens / seconds:,.1f}/s"
     sizes = stats.bytes_streamed, stats.bytes_fetched, stats.bytes_saved
     amounts = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
-    return [opens, _percentage(stats.hit_rate), *amounts, short_duration(stats.all_waits.mean)]
+    mean = stats.all_waits.mean
+    wait = "-" if mean is None else format_duration(mean)
+    return [opens, _percentage(stats.hit_rate), *amounts, wait]
 
 
 @command("report")
@@ -548,7 +543,7 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
     if waits:
         waiting = counted(len(waits), "waiting process", "waiting processes")
         rows = [
-            [row["url"], short_duration(row["seconds"]), _name(row["holder"] or {}), _name(row)]
+            [row["url"], format_duration(row["seconds"]), _name(row["holder"] or {}), _name(row)]
             for row in waits
         ]
         titles = ["SHARD", "TIME", "WAITS FOR", "PROCESS"]

@@ -25,7 +25,6 @@ from shardcache.space.eviction import Policy, disk_bytes, linked
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_journal
-from shardcache.store.root import require_cache
 from shardcache.tiers import lock_layout
 from shardcache.units import counted, exact_duration, format_age, format_bytes
 from shardcache.urls import ShardURL, advise_scheme
@@ -100,8 +99,7 @@ def ls_command(
     console = invocation.console
     if by and partial:
         raise click.UsageError("--by prefix adds up shards: omit --partial.")
-    with invocation.cache() as cache:
-        require_cache(cache.dir)
+    with invocation.cache(existing=True) as cache:
         rows, summary, footer = _list_partials(cache) if partial else _list_shards(cache)
         selections = [Selection(spec, cache.parse) for spec in specs]
     matching = [r for r in rows if not specs or any((r["url"] or "") in s for s in selections)]

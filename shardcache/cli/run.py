@@ -97,10 +97,8 @@ def run_command(
             invocation.console.error(f"{program[0]} cannot be started: {exn.strerror}.", exn)
             return 127 if isinstance(exn, FileNotFoundError) else 126  # as shells do
         for number in _FORWARDED:
-            stack.callback(signal.signal, number, signal.getsignal(number))
             signal.signal(number, lambda number, frame: child.send_signal(number))
         # The terminal sends Ctrl-C to the program as well, and the program decides whether to end.
-        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda number, frame: None)
         code = child.wait()

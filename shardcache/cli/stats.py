@@ -132,13 +132,11 @@ def stats_command(
         samples = [] if zero else cache.samples(since, ever=form is not None)
         total = summed(samples)
         if zero:
-            cache.process.counters.flush()
             database.zero(cache.process.home.node)
             console.object("stats", zeroed=True)
             console.info("counters are reset")
         elif form:
-            config = invocation.loaded_with_job_limits().config
-            text = exposition(total, str(cache.dir), _gauges(cache, config))
+            text = exposition(total, str(cache.dir), _gauges(cache))
             if output is not None:
                 _write_text(output, text)
             else:
@@ -158,24 +156,20 @@ def stats_command(
             console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
 
 
-def _gauges(cache: Cache, config: Config) -> dict[str, list[tuple[str, float]]]:
-    """Return the values of `GAUGES` with the directories that they belong to."""
-    here, tiers = str(cache.dir), list(_tiers(cache, config))
-    existing = [Path(tier["dir"]) for tier in tiers if Path(tier["dir"]).is_dir()]
-    gauges: dict[str, list[tuple[str, float]]] = {
-        "entries": [(tier["dir"], tier["shards"]) for tier in tiers],
-        "entries_bytes": [(tier["dir"], tier["disk_bytes"]) for tier in tiers],
-        "limit_bytes": [
-            (tier["dir"], tier["max_size"]) for tier in tiers if tier["max_size"] is not None
-        ],
-        "free_bytes": [(str(path), Volume.of(path).free) for path in existing],
-        "downloads": [(here, sum(row["state"] == "live" for row in partials(cache)))],
-        "processes": [(here, len(live_sessions(cache.process.home.node)))],
-    }
+def _gauges(cache: Cache) -> list[Row]:
+    """Return the values of `GAUGES` by name: a row for the whole cache, and one for each tier."""
+    node = cache.process.home.node
+    live = sum(row["state"] == "live" for row in partials(cache))
+    whole: Row = {"dir": str(cache.dir), "downloads": live, "processes": len(live_sessions(node))}
     with contextlib.suppress(FileNotFoundError):  # it was never cleaned
-        clean = os.lstat(cache.process.home.node.named_lock("clean"))
-        gauges["last_clean_timestamp_seconds"] = [(here, clean.st_mtime)]
-    return gauges
+        whole["last_clean_timestamp_seconds"] = os.lstat(node.named_lock("clean")).st_mtime
+    rows = [whole]
+    for tier in _tiers(cache, cache.config):
+        path = Path(tier["dir"])
+        row = {"dir": tier["dir"], "entries": tier["shards"], "entries_bytes": tier["disk_bytes"]}
+        row["free_bytes"] = Volume.of(path).free if path.is_dir() else None
+        rows.append({**row, "limit_bytes": tier["max_size"]})
+    return rows
 
 
 def _write_text(name: str, text: str) -> None:

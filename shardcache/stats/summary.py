@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -208,7 +208,7 @@ METRICS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
-#: Name -> help. Their values are of the moment, for each tier.
+#: Name -> help. Their values are of the moment.
 GAUGES = {
     "entries": "Shards in the cache.",
     "entries_bytes": "Bytes of the shards in the cache, on disk.",
@@ -220,14 +220,12 @@ GAUGES = {
 }
 
 
-def exposition(
-    stats: Stats, directory: str, gauges: Mapping[str, Iterable[tuple[str, float]]]
-) -> str:
+def exposition(stats: Stats, directory: str, gauges: Sequence[Mapping[str, Any]]) -> str:
     """Return all metrics as text for the textfile collector of Prometheus' node exporter.
 
-    The label ``dir`` is ``directory``, and for ``gauges`` (by name of `GAUGES`) the directory that
-    precedes each value. The sums never fall, except after ``stats --zero``, which Prometheus treats
-    as a restart. See prometheus.io/docs/instrumenting/exposition_formats.
+    The label ``dir`` is ``directory``. Each row of ``gauges`` has its own ``dir``, and values by
+    name of `GAUGES`. The sums never fall, except after ``stats --zero``, which Prometheus treats as
+    a restart. See prometheus.io/docs/instrumenting/exposition_formats.
     """
     lines: list[str] = []
 
@@ -251,7 +249,8 @@ def exposition(
     ]
     family("wait_seconds", "summary", "How long readers waited for a shard, and for what.", waits)
     for name, about in GAUGES.items():
-        family(name, "gauge", about, [("", _dir_label(of), n) for of, n in gauges.get(name, ())])
+        rows = [row for row in gauges if row.get(name) is not None]
+        family(name, "gauge", about, [("", _dir_label(row["dir"]), row[name]) for row in rows])
     return "\n".join(lines) + "\n"
 
 

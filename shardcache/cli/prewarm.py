@@ -26,7 +26,7 @@ from shardcache.cli.output import (
 )
 from shardcache.config import absolute
 from shardcache.download.connections import parse_rate
-from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.errors import ShardNotFoundError
 from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.plan import own_share
 from shardcache.prewarm.results import (
@@ -77,7 +77,8 @@ _RUNNING = 8
     "-f",
     "--file",
     "lists",
-    type=click.File(encoding="utf-8-sig"),  # Windows begins files with a byte order mark
+    # Windows begins files with a byte order mark. The names of local files may be any bytes.
+    type=click.File(encoding="utf-8-sig", errors="surrogateescape"),
     multiple=True,
     metavar="LIST",
     help="Read SPECs from a file, one per line; - is stdin. May be repeated.",
@@ -124,7 +125,8 @@ def prewarm_command(
         raise click.UsageError("--node-rank, --node-count, --ranks-per-node need --shard-by-node.")
     if ray and has_node:
         raise click.UsageError("With --ray, omit --node-rank and --node-count: Ray sets them.")
-    all_specs = [*specs, *(spec for file in lists for spec in _read_list(file))]
+    lines = [line.strip() for file in lists for line in file]
+    all_specs = [*specs, *(line for line in lines if line and not line.startswith("#"))]
     if not all_specs:
         empty = "The list contains no shards. Write one SPEC per line."
         raise click.UsageError(empty if lists else "No shards given. Pass a SPEC, or -f LIST.")
@@ -239,14 +241,6 @@ def _print_hints(console: Console, report: PrewarmReport, options: Mapping[str, 
         if is_absent and not is_archive and is_pattern(f"{result.url}/"):
             console.hint(f"  For all shards below {result.url}, write {result.url}/")
             return
-
-
-def _read_list(file: TextIO) -> list[str]:
-    try:
-        specs = [line.strip() for line in file]
-    except UnicodeDecodeError as exn:
-        raise ConfigError(f"the list {file.name} is not UTF-8 text. Convert it to UTF-8.") from exn
-    return [spec for spec in specs if spec and not spec.startswith("#")]
 
 
 def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:

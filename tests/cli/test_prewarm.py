@@ -133,7 +133,7 @@ def test_a_list_file_takes_the_same_specs(run, bucket, data, s3_environment, tmp
     assert not (tmp_path / "cache").exists()
     (tmp_path / "list").write_bytes(b"\xff\xfe\x00")
     code, _, err = run("prewarm", "-f", tmp_path / "list")
-    assert (code, "not UTF-8" in err) == (2, True)
+    assert (code, "contains a control character" in err) == (2, True)
 
 
 def test_a_prefix_without_its_slash_is_suggested_with_it(run, bucket, s3_environment):

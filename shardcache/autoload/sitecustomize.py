@@ -56,15 +56,6 @@ class _WebDataset:
 
 sys.meta_path.insert(0, _WebDataset)
 
-# An empty line in the file of the run shows `shardcache run` that this module was loaded.
-if _run := os.environ.get("SHARDCACHE_RUN", "").partition(":")[2]:
-    try:
-        _descriptor = os.open(_run, os.O_WRONLY | os.O_APPEND)
-        os.write(_descriptor, b"\n")
-        os.close(_descriptor)
-    except OSError:  # the file is on another node, or the command has ended
-        pass
-
 # Run the sitecustomize that Python would import if this module did not exist.
 _rest = [each for each in sys.path if each != _FOLDER]
 if (_other := PathFinder.find_spec("sitecustomize", _rest)) and _other.loader:

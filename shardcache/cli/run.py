@@ -24,7 +24,7 @@ from shardcache.layout import Layout
 from shardcache.notices import log_read_only, log_unusable
 from shardcache.ranks import RUN_VARIABLE, detect
 from shardcache.stats.database import samples
-from shardcache.stats.summary import stats_of, summed
+from shardcache.stats.summary import summed
 from shardcache.store.root import is_read_only, make_root, unusable
 from shardcache.units import counted, format_bytes
 
@@ -85,7 +85,7 @@ def run_command(
             log_read_only(tier.dir, detect())
     environment = {**os.environ, **variables}  # the program inherits that a fault was logged
     with contextlib.ExitStack() as stack:
-        notes, stats, lines = None, stats_of({}), [""]
+        notes, stats, lines = None, summed(()), list[str]()
         with contextlib.suppress(OSError):  # no directory for temporary files can be written
             here = tempfile.TemporaryDirectory("", "shardcache-run-", ignore_cleanup_errors=True)
             notes = Path(stack.enter_context(here), "notes")
@@ -109,6 +109,7 @@ def run_command(
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     was = "is known to have been" if code else "was"
     text = f"no shard {was} opened through the cache in {config.dir}"
+    text += "" if stats.opens or lines else " (is PYTHONPATH replaced?)"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
@@ -116,8 +117,6 @@ def run_command(
         text += f"; {failed:,} could not be opened"
     if code:  # a process that is killed does not write its last counts
         text += "; counts of the last second may be missing"
-    if not lines:
-        text += "; the hook was not loaded by any Python process (is PYTHONPATH replaced?)"
     if uncached:
         first, reason = next(iter(uncached.items()))
         text += f"; {counted(len(uncached), 'shard')} not cached, the first is {first}: {reason}"

@@ -30,6 +30,7 @@ from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
+from shardcache.stats.database import Sample
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store
 from shardcache.store.root import UnusableError, unusable
@@ -468,10 +469,10 @@ class ProcessCache:
             tier.end_session()
         if not logger.isEnabledFor(logging.INFO):
             return
-        from shardcache.stats.summary import stats_of  # here, because a first open must be quick
+        from shardcache.stats.summary import summed  # here, because a first open must be quick
 
         counted = self.counters.snapshot()
-        stats, self._logged = stats_of(counted - self._logged), counted
+        stats, self._logged = summed([Sample(0, 0, counted - self._logged)]), counted
         if stats.opens:
             names = "opens", "hits", "streamed", "bytes_saved"
             extra = {"event": "ended", "dir": str(self.config.dir)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardcache.clock import utc
@@ -30,10 +30,6 @@ class Waits:
     def mean(self) -> float | None:
         """The average of the waits in seconds; None if no reader waited."""
         return self.seconds / self.count if self.count else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object that ``--json`` prints."""
-        return {"count": self.count, "seconds": self.seconds, "mean": self.mean}
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,7 +133,7 @@ class Stats:
             "until": None if self.until is None else utc(self.until),
             **{name: getattr(self, name) for name in names},
             **{name: n for name, n in self.counters.items() if not name.startswith("wait_us_")},
-            "waits": {name: wait.as_dict() for name, wait in waits.items()},
+            "waits": {name: {**asdict(wait), "mean": wait.mean} for name, wait in waits.items()},
         }
 
     def __repr__(self) -> str:
@@ -166,15 +162,8 @@ def summed(samples: Iterable[Sample]) -> Stats:
     for sample in samples:
         counters.update(sample.counters)
         starts.append(sample.start)
-    period = (min(starts), max(starts) + PERIOD) if starts else (None, None)
-    return stats_of(counters, *period)
-
-
-def stats_of(
-    counters: Mapping[str, int], since: float | None = None, until: float | None = None
-) -> Stats:
-    """Convert counts by name (see `Sample.counters`) to `Stats`."""
-    return Stats(since, until, **{name: counters.get(name, 0) for name in COUNTERS})
+    since, until = (min(starts), max(starts) + PERIOD) if starts else (None, None)
+    return Stats(since, until, **{name: counters[name] for name in COUNTERS})
 
 
 def by_rank(samples: Iterable[Sample]) -> dict[int | None, Stats]:

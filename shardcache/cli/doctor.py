@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, requires, version
-from itertools import chain
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -202,23 +201,21 @@ def _space(tier: Config) -> Findings:
 
 
 def _packages() -> Findings:
-    """Compare the installed versions with those that our packages, boto3 and awscli require."""
+    """Compare the installed versions with those that the packages for S3 require."""
     parse: Any = None
     for module in ("pip._vendor.packaging", "packaging"):
         with contextlib.suppress(ImportError):
             parse = importlib.import_module(f"{module}.requirements").Requirement
-    ours, fit = ["shardcache"], parse is not None
-    for name in chain(ours, ("boto3", "awscli")) if parse else ():  # `ours` grows
+    fit, others = parse is not None, ("boto3", "awscli")
+    for name in ("shardcache", "s3fs", "aiobotocore", *others) if parse else ():
         with contextlib.suppress(PackageNotFoundError):
             for needed in map(parse, requires(name) or ()):
                 if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
                     continue
                 found = version(needed.name)
-                if name in ours and needed.name not in ours:
-                    ours.append(needed.name)
                 if not needed.specifier.contains(found, prereleases=True):
                     fit, text = False, f"{name} needs {needed.name}{needed.specifier}, not {found}"
-                    pin = "" if name in ours else f" {needed.name}=={found}"
+                    pin = f" {needed.name}=={found}" if name in others else ""
                     yield "warn", text, f"Run: pip install {name}{pin}"
     if fit:
         yield "ok", "the installed versions fit", ""

@@ -125,9 +125,7 @@ def stats_command(
     if output is not None and not form:
         raise click.UsageError("-o needs --format prometheus.")
     if form and (since is not None or by or console.json):
-        raise click.UsageError(
-            "--format prometheus takes no --since, --by or --json; select in Prometheus."
-        )
+        raise click.UsageError("--format prometheus takes no --since, --by or --json.")
     with invocation.cache(existing=True) as cache:
         samples = [] if zero else cache.samples(since, ever=form is not None)
         total = summed(samples)

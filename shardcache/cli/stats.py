@@ -69,9 +69,6 @@ _INTERVALS = 120
 #: Number of intervals over which `top` averages rates, because processes write their counters only
 #: once a second.
 _SMOOTH = 3
-#: The bar of a tier turns yellow above this share of the tier's limit. A full tier has to evict
-#: shards, or to stream new ones.
-_NEARLY_FULL = 0.9
 _SHOW_CURSOR = "\x1b[?25h"
 #: Labels of years, months, days, hours, minutes and seconds.
 _TIMES = ["%Y", "%b", "%d", "%H:%M", "%H:%M", "%H:%M:%S"]
@@ -499,7 +496,6 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
     from rich.columns import Columns
     from rich.console import Group
     from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
     using = counted(snapshot["processes"], "process", "processes")
@@ -507,15 +503,11 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
     beside = functools.partial(Columns, padding=(0, 2))  # below each other on a narrow terminal
     parts: list[RenderableType] = [beside([Text("shardcache top", "bold"), *head]), ""]
     for tier in snapshot["tiers"]:
-        cells_of_tier: list[RenderableType] = [_fill_text(tier)]
+        gauge: list[RenderableType] = []
         if limit := tier["max_size"]:
             used = tier["disk_bytes"] / limit
-            color = "yellow" if used > _NEARLY_FULL else "green"
-            bar = ProgressBar(1.0, used, width=24, complete_style=color, finished_style=color)
-            gauge = Table.grid(padding=(0, 2, 0, 0))
-            gauge.add_row(bar, f"{used:.0%}")
-            cells_of_tier.insert(0, gauge)
-        parts += [Shortened(printable(tier["dir"])), beside(cells_of_tier)]
+            gauge = [ProgressBar(1.0, used, width=24), f"{used:.0%}"]
+        parts += [Shortened(printable(tier["dir"])), beside([*gauge, _fill_text(tier)])]
     ranks = {_group_name(rank): stats for rank, stats in snapshot["ranks"].items()}
     seconds = snapshot["seconds"]  # the first snapshot has no rates yet
     rates = [

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from shardcache.cache import Cache
 
 RATE = cli.Parsed("RATE", parse_rate)
-#: Missing shards to name in a check, unless -v is given.
-_MISSING = 3
 #: Maximum number of running downloads that are shown below the bar of the command.
 _RUNNING = 8
 
@@ -289,19 +287,18 @@ def _prewarm_ray(
     shards, records = list[Any](), dict[str, Any]()
     failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
+        word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
         if node.error is not None or node.interrupted:
-            word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
             console.info(f"{node.name}  {word}")
         else:
             console.info(f"{node.name}  {node.report.plan}")
             if not only_plans:
                 console.info(f"{node.name}  {node.report}")
-        if node.error is not None:
-            failures["lost" if node.lost else "failed", reason(node.error)].append(node.name)
-        for word, line in _failures(console, node.report, check=options["check"]):
-            failures[word, line].append(node.name)
+        for kind, line in _failures(console, node.report, check=options["check"]):
+            failures[kind, line].append(node.name)
         code = _exit_code(node.report, options)
         if node.error is not None:
+            failures[word, reason(node.error)].append(node.name)
             code = cli.code_of(node.error)
             code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
         record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
@@ -336,10 +333,9 @@ def _failures(
 
         missing = {r.url: "not cached" for r in report.results if r.outcome is Outcome.MISSING}
         reasons |= missing
-        copies = other_copies(cache, missing) if cache else {}
-        for url, endpoint in copies.items():
+        for url, endpoint in (other_copies(cache, missing) if cache else {}).items():
             reasons[url] = f"not cached; its copy came from another endpoint ({endpoint})"
-    for line in console.reasons(reasons, _MISSING if check else 1):
+    for line in console.reasons(reasons):
         yield "failed", line
 
 

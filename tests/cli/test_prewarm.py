@@ -110,9 +110,9 @@ def test_check_sends_no_request_and_names_missing_shards(run, warm, spec, bucket
     assert (code, err) == (4, f"  failed  {warm[3]}: not cached\n")
     code, out, err = run("prewarm", "--check", f"s3://{bucket}/none-{{0..9}}.tar")
     assert "0 cached, 10 to fetch (sizes unknown)" in out and proxy.requests() == []
-    *lines, more = err.splitlines()
-    assert lines == [f"  failed  s3://{bucket}/none-{n}.tar: not cached" for n in range(3)]
-    assert more == "  failed  7 more for the same reason; -v lists them"
+    first, more = err.splitlines()
+    assert first == f"  failed  s3://{bucket}/none-0.tar: not cached"
+    assert more == "  failed  9 more for the same reason; -v lists them"
 
 
 def test_bad_credentials_are_reported_once(run, spec, monkeypatch):

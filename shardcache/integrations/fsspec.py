@@ -190,17 +190,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         stream: Any = self.cache.open(self._url(path, version_id))
         return ShardFile(stream.detach(), path)
 
-    def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **options: Any
-    ) -> bytes:
-        """Return bytes ``start`` to ``end`` of a shard; negative offsets count from the end."""
-        with self.open(path, **options) as stream:
-            if not start and end is None:  # the origin may not state the size
-                return bytes(stream.read())
-            first, last, _ = slice(start, end).indices(stream.seek(0, io.SEEK_END))
-            stream.seek(first)
-            return bytes(stream.read(max(0, last - first)))
-
     def info(self, path: str, **options: Any) -> Any:
         """Return the target's info or, of a cached shard, what its download recorded."""
         cache, entry = self.cache, None  # outside `suppress`, so that invalid options raise

@@ -63,6 +63,11 @@ _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
 _BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.split_by_worker}
 _BLIND |= {getattr(webdataset.compat, "check_empty", None)}
+#: Stages that turn opened archives into samples, one after the other.
+_READERS = (
+    {wds.tar_files, tariterators.tar_file_expander},
+    {wds.group_files, tariterators.group_by_keys},
+)
 #: Stages that hold back no sample when they yield one, if `_batched` replaces ``batched``.
 _DIRECT_NAMES = (
     "associate batched decode log_keys map map_dict map_tuple rename rename_keys select to_tuple "
@@ -183,19 +188,6 @@ class _Run:
         self.counts += f" {count}"
         self.check = crc32(os.fsencode(url), self.check)
 
-    def end(self, what: str) -> None:
-        """Note that the handler of an error has ended the "shards" or the "samples" of the pass."""
-        self.ended = what
-
-    def forget(self) -> None:
-        """Count the shards of the pass from the start."""
-        self.counts, self.check = "", 0
-
-    def end_pass(self) -> None:
-        """Begin the next pass over the shards."""
-        self.passes, self.entered, self.ended = self.passes + 1, 0, ""
-        self.forget()
-
 
 class _Record:
     """What a process shares with the workers of its loaders: an object of JSON, in memory.
@@ -232,13 +224,12 @@ class _Record:
 
     def own(self) -> _Record:
         """Return the record of this process, a copy if it is no worker of the owner's loaders."""
+        is_shared = self._number is not None
         if get_worker_info() is None:
-            is_shared = self._number is not None and self._owner == os.getpid()
-        else:
-            try:
-                is_shared = self._number is not None or self._path.stat().st_ino == self._inode
-            except OSError:  # the owner has closed it
-                is_shared = False
+            is_shared = is_shared and self._owner == os.getpid()
+        elif not is_shared:
+            with contextlib.suppress(OSError):  # the owner has closed it
+                is_shared = self._path.stat().st_ino == self._inode
         return self if is_shared else _Record(self._copied())
 
 
@@ -450,7 +441,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             return map(wds.reraise, [exn])
 
     def _begin_run(self) -> tuple[Any, ...]:
-        """Begin an iteration; return the arguments of `_outputs`."""
+        """Begin an iteration; return the arguments of `_iterate`."""
         opener, read, is_direct = self._plan()
         worker, pending = pytorch_worker_info()[2], None
         epoch, is_tracked, is_continued = self._begin_iteration()
@@ -473,15 +464,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         constant = self._state(run) if is_tracked else None
         return run, opener, read, drop, is_resumed, constant
 
-    def _iterate(self, run: _Run, *options: Any) -> Iterator[Any]:
-        yield from self._outputs(run, *options)
-        with self._shared() as shared:
-            shared["is_read"] = False
-        self._run = run
-
-    def _outputs(
+    def _iterate(
         self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool, constant: Any
     ) -> Iterator[Any]:
+        """Yield the outputs of an epoch behind the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
         while run.passes < self.repetitions and run.given < most:
             is_empty = not (is_resumed and run.given)
@@ -494,12 +480,12 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 self._run = _Run(*vars(run).values())  # without what enters before the next output
                 yield output if constant is None else _Tracked({**constant, **vars(run)}, output)
                 if run.given >= most:
-                    return
-            if is_empty:
-                run.passes = self.repetitions
-                break
-            run.end_pass()
-            is_resumed = False
+                    break
+            passes = self.repetitions if is_empty else run.passes + 1
+            run, is_resumed = _Run(run.epoch, run.given, passes), False
+        with self._shared() as shared:
+            shared["is_read"] = False
+        self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int, is_resumed: bool) -> Any:
         """Iterate once over the shards."""
@@ -547,13 +533,12 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             _refuse(stage)
         kinds = [_kind(stage) for stage in self.pipeline]
         read = opener = kinds.index(wds.url_opener)
-        readers = [wds._call_of(stage) for stage in self.pipeline[opener + 1 : opener + 3]]
-        if (
-            set(kinds[opener + 1 : opener + 2]) <= {wds.tar_files, tariterators.tar_file_expander}
-            and set(kinds[opener + 2 : opener + 3]) <= {wds.group_files, tariterators.group_by_keys}
-            and not any(args for _, args, _ in readers)
-            and not any(v for _, _, kw in readers for name, v in kw.items() if name != "handler")
-        ):
+        readers = map(wds._call_of, self.pipeline[opener + 1 : opener + 3])
+        is_plain = [
+            function in known and not (args or any(v for n, v in kw.items() if n != "handler"))
+            for known, (function, args, kw) in zip(_READERS, readers, strict=False)
+        ]
+        if is_plain == [True, True]:
             read += 3
             while read < len(kinds) and kinds[read] in _BLIND:
                 read += 1
@@ -612,7 +597,6 @@ class _Shards:
     ) -> None:
         self._cache, self._run, self._is_resumed, self._total = cache, run, is_resumed, total
         self._handler = stages[0].kw["handler"] or wds.reraise
-        self._is_stopped = False  # by the handler
         self._is_indexed = True  # all shards so far. To resume, those after another are read again.
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
         # By number of the shard: its URL, its samples, and how many of them were not read yet.
@@ -622,18 +606,15 @@ class _Shards:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = 1024 if files < 0 else max(1, files // 4)
 
-    def _handle(self, exn: Exception) -> bool:
-        self._is_stopped = not self._handler(exn)
-        if self._is_stopped:
-            self._run.end("samples")
-        return not self._is_stopped
+    def _handle(self, exn: Exception, what: str = "samples") -> bool:
+        is_handled = bool(self._handler(exn))
+        if not is_handled:
+            self._run.ended = what
+        return is_handled
 
     def _failed(self, exn: Exception) -> bool:
         self._enter("", 0, shown=exn.args[-1])
-        is_handled = bool(self._handler(exn))
-        if not is_handled:
-            self._run.end("shards")
-        return is_handled
+        return self._handle(exn, "shards")
 
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
@@ -649,14 +630,14 @@ class _Shards:
                 continue
             self._is_indexed = False
             yield from wds.tar_samples([source], self._handle)
-            if self._is_stopped:
+            if self._run.ended:
                 return
 
     def _replay(self, items: Iterator[Any]) -> Iterator[int]:
         """Yield the places in the shards that the state lists."""
         run = self._run
         counts, check = run.counts.split(), run.check
-        run.forget()
+        run.counts, run.check = "", 0
         urls = [_url(item) for item in islice(items, len(counts))]
         begun = [self._enter(*each) for each in zip(urls, map(int, counts), strict=False)]
         if run.check != check:
@@ -734,7 +715,7 @@ class _Shards:
                     return
                 continue
             yield sample
-            if self._is_stopped:
+            if run.ended == "samples":
                 return
         self._count()
 

@@ -60,8 +60,6 @@ _COMPRESSED = (".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4")
 _JOBS = 32
 #: Bytes per read while a stream skips the data of members.
 _PIECE = 1 << 20
-#: Seconds after which running downloads are cancelled again, and until they are left behind.
-_POLL, _CANCEL_TIMEOUT = 0.1, 5.0
 
 
 def find_samples(read: Callable[[int, int], bytes], end: int) -> tuple[array[int], list[str]]:
@@ -296,7 +294,7 @@ def count_samples(
     """Count the samples of shards, many at once; downloads those that are not cached.
 
     Yields the position of each shard, and its samples and bytes (0 bytes if it was streamed) or its
-    error, as they are ready. If the caller stops early, the running downloads are cancelled.
+    error, as they are ready. If the caller stops early, no further shard is opened.
     """
 
     def count(shard: ShardURL) -> tuple[int, int] | Exception:
@@ -309,7 +307,6 @@ def count_samples(
 
     waiting = deque(enumerate(shards))
     results: threads.Results[tuple[int, tuple[int, int] | Exception]] = threads.Queue()
-    started = list[threading.Thread]()
 
     def work() -> None:
         with contextlib.suppress(IndexError):  # no shard is left
@@ -317,9 +314,11 @@ def count_samples(
                 number, shard = waiting.popleft()
                 threads.put_result(lambda: (number, count(shard)), results)  # noqa: B023
 
+    started = 0
     with contextlib.suppress(RuntimeError):  # the limit of threads is reached
-        while len(started) < min(_JOBS, len(shards)):
-            started.append(threads.start(work, "shardcache-index"))
+        while started < min(_JOBS, len(shards)):
+            threads.start(work, "shardcache-index")
+            started += 1
     if not started:
         work()
     try:
@@ -327,15 +326,6 @@ def count_samples(
             yield threads.get_result(results, None)
     finally:
         waiting.clear()
-        downloads, end = cache.process.downloads, clock.monotonic() + _CANCEL_TIMEOUT
-        own = {thread.ident for thread in started}
-        # A thread may wait for a server that does not respond, which no cancellation ends.
-        while any(thread.is_alive() for thread in started) and clock.monotonic() < end:
-            with downloads.lock:
-                for download in downloads.unfinished():
-                    if download.starter in own:
-                        download.cancel_unless_shared()
-            clock.sleep(_POLL)
 
 
 def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]:

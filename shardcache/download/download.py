@@ -85,7 +85,6 @@ class Download:
     _abort: Callable[[FetchCancelledError], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.starter = threading.get_ident()  #: the thread that made the download
         #: The process that made it. A forked child must not use any other member.
         self.pid = os.getpid()
         self._lock = self._table.lock

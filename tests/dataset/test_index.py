@@ -13,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcache import Cache, TarDataset
-from shardcache.dataset import index as module
-from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, ShardNotFoundError
+from shardcache.errors import ConfigError, IntegrityError, ShardCacheError
 from shardcache.layout import INDEX
 from shardcache.wds import tar_samples
-from tests.support.caches import unfinished
-from tests.support.storetools import wait_until
 from tests.support.tars import make_tar, tar_of
 from tests.wds.test_tar_files import FORMATS, archive, damaged
 
@@ -194,28 +191,6 @@ def test_another_json_file_is_refused(make_cache, record):
     text = r"sizes\.json is not an index of shards.*shardcache index"
     with pytest.raises(ConfigError, match=text):
         TarDataset(write(cache, record), cache=cache)
-
-
-@pytest.mark.parametrize("reader", ["earlier", "later", "elsewhere", None])
-def test_a_count_that_fails_cancels_only_its_own_downloads(cache, origin, monkeypatch, reader):
-    def handler(exn):
-        wait_until(lambda: any(url == URL for url, *_ in origin.requests))
-        if reader == "later":
-            streams.append(cache.open(URL))
-        return False
-
-    monkeypatch.setattr(module, "_CANCEL_TIMEOUT", 0.5)
-    other, data = "s3://lab/b.tar", origin.objects[URL]
-    origin.objects[other] = data
-    responses = [origin.hold(600) for _ in range(3)]
-    streams = [cache.open(URL)] if reader == "earlier" else []
-    streams += [cache.open(other)] if reader == "elsewhere" else []
-    with pytest.raises(ShardNotFoundError):
-        TarDataset([URL, "s3://lab/missing.tar"], cache=cache, handler=handler)
-    assert len(unfinished(cache)) == len(streams)
-    for response in responses:
-        response.set()
-    assert [stream.read() for stream in streams] == [data] * len(streams)
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar"])

@@ -28,12 +28,11 @@ from io import FileIO, UnsupportedOperation
 from itertools import chain, islice, repeat, zip_longest
 from pathlib import Path
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 import webdataset
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from webdataset import filters, shardlists, tariterators
 from webdataset.filters import FilterFunction
 from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
@@ -43,7 +42,6 @@ from shardcache.dataset.index import OpenShard
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
-from shardcache.files import random_token
 from shardcache.ranks import detect
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.reading.stream import ShardStream, open_shard
@@ -233,13 +231,6 @@ class _Record:
         return self if is_shared else _Record(self._copied())
 
 
-class _Tracked(NamedTuple):
-    """An output of a pipeline, or a batch, and the position behind it."""
-
-    state: dict[str, Any]
-    output: Any
-
-
 class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     """A ``WebDataset`` or ``DataPipeline`` that continues an epoch where it stopped.
 
@@ -266,8 +257,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
-        self._token = random_token()
-        zeros = dict.fromkeys(("epoch", "loads", "continued", "tracked", "is_read"), 0)
+        zeros = dict.fromkeys(("epoch", "loads", "continued", "is_read"), 0)
         self._record = _Record({**zeros, "begun": []})
         _pipelines.add(self)
         self._seed = crc32(str(seed).encode())
@@ -369,48 +359,27 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """
         if not isinstance(loader, DataLoader):
             raise ConfigError(f"track takes torch's DataLoader, and not {type(loader).__name__}.")
-        if getattr(loader.collate_fn, "func", None) is not _collated:
-            if getattr(loader, "_iterator", None) is not None:
-                raise ConfigError("track needs a new DataLoader: the workers of this one persist.")
-            loader.collate_fn = partial(_collated, loader.collate_fn, self._token)
+        tracked = vars(loader).get("_tracked_by_shardcache")  # its workers may persist
+        if tracked is None or tracked.collate_fn.args[1] is not self:
+            tracked = copy.copy(loader)
+            tracked._iterator = None
+            tracked.collate_fn = partial(_collated, loader.collate_fn, self)
+            loader._tracked_by_shardcache = tracked
         with self._shared() as shared:
             loaded = _workers_of(self._loaded) if self._is_waiting(shared) else []
-            shared["tracked"] += 1
-        known = {each["worker"]: each for each in loaded}
+        known, constant = {each["worker"]: each for each in loaded}, self._state(_Run(0))
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
         self._tracked = {"epoch": self.epoch, "workers": found}
-        for state, batch in loader:
-            found[state["worker"]] = state
+        for position, batch in tracked:
+            found[position["worker"]] = constant | position
             yield batch
 
-    def _loader(self) -> tuple[str, bool]:
-        """Return a name of the iterator over a DataLoader that this process works for, and whether
-        `track` has prepared that loader.
-        """
-        info, is_prepared = get_worker_info(), False
-        name = f"{info.seed - info.id}" if info else ""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            # The locals of other frames would keep a user's tensors alive: Python stores them.
-            is_torch = frame.f_globals.get("__name__", "").startswith("torch")
-            variables = frame.f_locals if is_torch else {}
-            if frame.f_code.co_name == "_worker_loop" and "data_queue" in variables:
-                # All workers write to this pipe. Another loader may have had the same seed.
-                name = str(os.fstat(variables["data_queue"]._writer.fileno()).st_ino)
-            if isinstance(fetcher := variables.get("self"), _BaseDatasetFetcher):
-                collate: Any = fetcher.collate_fn
-                is_own = getattr(collate, "func", None) is _collated
-                is_prepared |= is_own and collate.args[1] == self._token
-            frame = frame.f_back
-        return name, is_prepared
-
-    def _begin_iteration(self) -> tuple[int, bool, bool]:
-        """Return the epoch of the next iteration, and whether it is tracked and continues a state.
+    def _begin_iteration(self) -> tuple[int, bool]:
+        """Return the epoch of the next iteration, and whether it continues a state.
 
         The workers of a loader read the same epoch: that of the first which begins it.
         """
-        info, (loader, is_prepared) = get_worker_info(), self._loader()
-        name = f"{loader}-{self._turns}"
+        info, name = get_worker_info(), f"{_loader()}-{self._turns}"
         self._turns += 1
         with self._shared() as shared:
             if info and 0 <= self._load < shared["loads"]:
@@ -423,16 +392,14 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 if self._load < 0 and self._loaded:
                     shared["epoch"] = self._loaded["epoch"]
                 load = self._load if self._is_waiting(shared) else 0
-                is_tracked = is_prepared and shared["tracked"] > 0
-                begun = [(name, shared["epoch"], load, is_tracked)]
+                begun = [(name, shared["epoch"], load)]
                 shared["begun"] = [*shared["begun"][1 - _REMEMBERED :], *begun]
                 shared["continued"] = max(load, shared["continued"])
                 shared["epoch"] += 1
-                shared["tracked"] -= is_tracked
                 shared["is_read"] = info is not None
-            _, epoch, load, is_tracked = begun[0]
+            _, epoch, load = begun[0]
         is_same = self._load < 0 or self._load == load > 0
-        return epoch, is_tracked, is_same and self._loaded.get("epoch") == epoch
+        return epoch, is_same and self._loaded.get("epoch") == epoch
 
     def __iter__(self) -> Iterator[Any]:
         try:
@@ -444,15 +411,13 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """Begin an iteration; return the arguments of `_iterate`."""
         opener, read, is_direct = self._plan()
         worker, pending = pytorch_worker_info()[2], None
-        epoch, is_tracked, is_continued = self._begin_iteration()
+        epoch, is_continued = self._begin_iteration()
         run = _Run(epoch)
         if is_continued:
             for state in _workers_of(self._loaded):
                 if state["given"] or state["passes"] or state["entered"]:
                     self._refuse_other(state, "workers")
                 pending = state if state["worker"] == worker else pending
-        if not is_tracked:
-            self._tracked = None
         if self._load < 0:
             self._loaded = {}
         drop, is_resumed = 0, pending is not None and is_direct
@@ -461,11 +426,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if not is_direct:
                 drop, run.passes = run.given, 0
         self._run = copy.copy(run)
-        constant = self._state(run) if is_tracked else None
-        return run, opener, read, drop, is_resumed, constant
+        return run, opener, read, drop, is_resumed
 
     def _iterate(
-        self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool, constant: Any
+        self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool
     ) -> Iterator[Any]:
         """Yield the outputs of an epoch behind the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
@@ -478,7 +442,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                     continue
                 run.given += 1
                 self._run = _Run(*vars(run).values())  # without what enters before the next output
-                yield output if constant is None else _Tracked({**constant, **vars(run)}, output)
+                yield output
                 if run.given >= most:
                     break
             passes = self.repetitions if is_empty else run.passes + 1
@@ -570,13 +534,26 @@ def _workers_of(state: Mapping[str, Any]) -> list[Any]:
     return [each for each in state.get("workers", ()) if each] if "given" not in state else [state]
 
 
-def _collated(collate: Any, token: str, outputs: Any) -> Any:
-    """Collate outputs. If they are tracked, the position of the batch is that of the last one."""
-    if isinstance(outputs, _Tracked):  # DataLoader(batch_size=None)
-        return _Tracked(outputs.state, collate(outputs.output))
-    if isinstance(outputs, list) and outputs and isinstance(outputs[-1], _Tracked):
-        return _Tracked(outputs[-1].state, collate([output for _, output in outputs]))
-    return collate(outputs)
+def _loader() -> str:
+    """Return a name of the iterator over a DataLoader that this process works for."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # The locals of other frames would keep a user's tensors alive: Python stores them.
+        is_torch = frame.f_globals.get("__name__", "").startswith("torch")  # or torchdata
+        if is_torch and frame.f_code.co_name == "_worker_loop":
+            # All workers write to this pipe. Another loader may have had the same seed.
+            return str(os.fstat(frame.f_locals["data_queue"]._writer.fileno()).st_ino)
+        frame = frame.f_back
+    info = get_worker_info()  # in a thread of a worker
+    return f"{info.seed - info.id}" if info else ""
+
+
+def _collated(collate: Any, pipeline: Resumable, outputs: Any) -> tuple[dict[str, Any], Any]:
+    """Collate outputs in the process that has read them. Return the position behind them, too."""
+    if pipeline._run is None:
+        raise ConfigError("track takes a DataLoader of this pipeline, not of a copy of it.")
+    _, _, worker, workers = pytorch_worker_info()
+    return {**vars(pipeline._run), "worker": worker, "workers": workers}, collate(outputs)
 
 
 def _batched(data: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:

@@ -334,7 +334,7 @@ class MixedOrder(Order):
 
     def lane(self, number: int, epoch: int) -> MixedLane:  # type: ignore[override]
         """Return a lane in an epoch."""
-        return MixedLane(self, number, self.shares(epoch), self.given(number, epoch, 0))
+        return MixedLane(self, number, epoch)
 
     def shares(self, epoch: int) -> Sequence[int]:
         """Return the shares of the parts in an epoch."""
@@ -360,17 +360,15 @@ class MixedOrder(Order):
 class MixedLane:
     """The samples of one lane of a mixture in one epoch."""
 
-    def __init__(
-        self, order: MixedOrder, number: int, shares: Sequence[int], before: Sequence[int]
-    ) -> None:
+    def __init__(self, order: MixedOrder, number: int, epoch: int) -> None:
         self._order, self._number = order, number
-        self._shares, self._before = shares, before
+        self._shares, self._before = order.shares(epoch), order.given(number, epoch, 0)
         self._sizes = [end - begin for begin, end in (part.bounds(number) for part in order.parts)]
         #: The number of each part -> its own epoch, and its lane in that epoch.
         self._lanes: dict[int, tuple[int, Lane]] = {}
-        for part, whole in enumerate(split(WHOLE, shares)):
+        for part, whole in enumerate(split(WHOLE, self._shares)):
             if whole:  # so that `shards` has the windows of all parts that the epoch mixes
-                self._take(part, before[part], 1)
+                self._take(part, self._before[part], 1)
 
     def take(self, position: int, count: int) -> Samples:
         """Return ``count`` samples from a position on."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
 from shardcache.download.download import Progress
-from shardcache.errors import ShardCacheError
+from shardcache.errors import ShardCacheError, ShardNotFoundError
 from shardcache.faults import FULL
 from shardcache.store.entry import Entry
 from shardcache.units import counted, format_bytes, format_duration, format_rate
@@ -157,7 +157,7 @@ class PrewarmPlan:
         return entry.size if entry is not None else self.sizes.get(shard.key)
 
     def results(
-        self, found: Mapping[str, ShardResult], otherwise: Outcome
+        self, found: Mapping[str, ShardResult], otherwise: Outcome, *, skip_missing: bool
     ) -> tuple[ShardResult, ...]:
         """Return the results of all shards, from ``found`` (by key) or derived from this plan.
 
@@ -167,8 +167,9 @@ class PrewarmPlan:
         def planned(shard: ShardURL) -> ShardResult:
             outcome = Outcome.CACHED if shard.key in self.cached else otherwise
             outcome = Outcome.LEFT_OUT if shard.key in self.left_out else outcome
-            error = self.unconfirmed.get(shard.key)
-            outcome = Outcome.FAILED if error else outcome
+            if error := self.unconfirmed.get(shard.key):
+                is_skipped = skip_missing and isinstance(error, ShardNotFoundError)
+                outcome = Outcome.SKIPPED if is_skipped else Outcome.FAILED
             return ShardResult(str(shard), outcome, self.size_of(shard), error=error)
 
         return tuple(found.get(shard.key) or planned(shard) for shard in self.shards)

@@ -1,13 +1,8 @@
 """Prewarm a cache: expand shard specifications, make a plan, refuse what cannot fit, download.
 
-The failure of one shard does not stop the others, unless they would all fail alike: after some
-refusals (credentials, endpoint, configuration, local disk) without a success, the pool skips the
-remaining shards of that bucket. A pool that is stopped waits, up to a limit, until its downloads
-have released their partials, so that the next run can resume them.
-
-For small shards, one interpreter is the bottleneck. So the main process, the owner, forks helpers
-before it starts threads, and each process uses one thread if the server is near. All of them take
-shards from one queue. If a helper dies, the owner downloads the shards that the helper had taken.
+A pool that is stopped waits, up to a limit, until its downloads have released their partials, so
+that the next run can resume them. The main process, the owner, and its helpers take shards from one
+queue. If a helper dies, the owner downloads the shards that the helper had taken.
 """
 
 from __future__ import annotations
@@ -180,16 +175,9 @@ def prewarm(
         refresh=refresh,
         sources=sources if dry_run else None,
     )
-    known = {
-        shard.key: ShardResult(str(shard), Outcome.SKIPPED, error=error)
-        for shard in plan.shards
-        if skip_missing
-        # With `refresh`: cached, but no longer at the origin.
-        if isinstance(error := plan.unconfirmed.get(shard.key), ShardNotFoundError)
-    }
     if only_plans:
         report([Planned(plan)])
-        results = plan.results(known, Outcome.MISSING)
+        results = plan.results({}, Outcome.MISSING, skip_missing=skip_missing)
         return PrewarmReport(plan, results, clock.monotonic() - start)
     if plan.missing and not best_effort:
         report([Planned(plan)])
@@ -205,7 +193,7 @@ def prewarm(
     events = list(confirm(cache, plan, stop))
     if sources:
         events.clear()  # files are compared with cached shards, too
-    known |= {event.shard.key: event.result for event in events if isinstance(event, Finished)}
+    known = {event.shard.key: event.result for event in events if isinstance(event, Finished)}
     end = math.inf if deadline is None else start + deadline
     limits = best_effort, max_failures, skip_missing, rate, end
     pool = Pool(cache, plan, stop, jobs, *limits, results=known, sources=sources or {})
@@ -214,7 +202,8 @@ def prewarm(
         report([Planned(plan), *events])
         pool.run(report)
     full = best_effort and pool.stopped is Stopped.FULL
-    results = plan.results(pool.results, Outcome.LEFT_OUT if full else Outcome.NOT_STARTED)
+    otherwise = Outcome.LEFT_OUT if full else Outcome.NOT_STARTED
+    results = plan.results(pool.results, otherwise, skip_missing=skip_missing)
     return PrewarmReport(plan, results, clock.monotonic() - start, pool.stopped)
 
 
@@ -426,9 +415,7 @@ class Pool:
             if callable(signal.getsignal(number)):  # also of Ctrl-C: the owner handles signals
                 signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # otherwise commands would have no exit status
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or commands would have no exit status
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._helpers.clear()  # children of the owner
         self.stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()

@@ -55,10 +55,6 @@ _WEBDATASETS = frozenset({"gs", "hf"})
 #: Kinds of messages that this process, or its parent before the fork, has logged. They are logged
 #: because many users pass handlers that silently skip errors.
 _logged: set[str] = set()
-#: The shards that this process has left to WebDataset, without the secrets in their URLs.
-_left: set[str] = set()
-#: The shards that this process has named because a key occurs again, also without the secrets.
-_malformed: set[str] = set()
 
 
 def url_opener(
@@ -192,9 +188,10 @@ def group_files(
                 if sample and not sample.get("__bad__"):
                     yield sample
                 sample = {"__key__": key, "__url__": file["__url__"]}
-                if key in seen and (url := shown_url(str(file["__url__"]))) not in _malformed:
-                    _malformed.add(url)
-                    logger.warning(MALFORMED, url, REPEATED.format(ascii(key)[1:-1]))
+                if key in seen:
+                    url = shown_url(str(file["__url__"]))
+                    if is_new(f"again {url}"):
+                        logger.warning(MALFORMED, url, REPEATED.format(ascii(key)[1:-1]))
                 seen.add(key)
             if field in sample:
                 raise ValueError(f"{name}: duplicate file name in tar file {field} {sample.keys()}")
@@ -546,9 +543,8 @@ def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
 def _leave(url: str, reason: str, cache: Cache) -> None:
     """Log why WebDataset reads a shard, and add both to the file of `shardcache run`."""
     name = shown_url(url)
-    if name in _left:
+    if not is_new(f"left {name}"):
         return
-    _left.add(name)
     reason = reason.removeprefix(name).lstrip(": ")
     if is_new("left", cache):
         text = "%s is not cached, and WebDataset reads it: %s Further ones are not logged."
@@ -570,8 +566,8 @@ def log_once(exn: Exception, url: str, cache: Cache | None) -> None:
     logger.error("%s%s. %s", where, text, note)
 
 
-def is_new(kind: str, cache: Cache | None) -> bool:
-    """Return True once per kind of message, for the first process of the job on this node."""
+def is_new(kind: str, cache: Cache | None = None) -> bool:
+    """Return True once per kind of message and process; with a cache, per job and node."""
     if kind in _logged:
         return False
     _logged.add(kind)

@@ -4,7 +4,6 @@ import io
 import json
 import random
 import re
-import struct
 import tarfile
 from zlib import crc32
 
@@ -134,13 +133,8 @@ def signed(cache, record: bytes) -> bytes:
     return record + crc32(record, crc32(f"samples2 {key} {name}".encode())).to_bytes(4, "little")
 
 
-NUMBERS = [-1] * 101, [1 << 62] * 101, range(101 * 512, 0, -512)
-SENSELESS = [b"", b"[]", b"{\0", b"1\0", b"[]\0", b"[]\0" + bytes(7)]
-SENSELESS += [b"[]\0" + struct.pack("101q", *each) for each in NUMBERS]
-
-
 @pytest.mark.parametrize(
-    "change", ["empty", "cut", "damaged", "of another shard", "of two samples", *SENSELESS]
+    "change", ["empty", "cut", "damaged", "of another shard", "of two samples"]
 )
 def test_offsets_that_do_not_fit_are_made_anew(cache, origin, change):
     data = TarDataset(URL, cache=cache)
@@ -149,9 +143,7 @@ def test_offsets_that_do_not_fit_are_made_anew(cache, origin, change):
     assert other[3:-12] == sound[11:-4]  # behind "[]", the problems
     changed = {"empty": b"", "cut": sound[:-9], "damaged": other[:-4] + sound[-4:]}
     of_two = sound[:11] + sound[19:27] + sound[19:-4]  # the first range holds two samples
-    changed |= {"of another shard": other, "of two samples": signed(cache, of_two)} | {
-        each: signed(cache, each) for each in SENSELESS
-    }
+    changed |= {"of another shard": other, "of two samples": signed(cache, of_two)}
     index_of(cache).write_bytes(changed[change])
     data._open.clear()
     assert [sample["__key__"] for sample in data] == [f"0001-{n:05d}" for n in range(100)]

@@ -50,10 +50,6 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: Entries that one admission evicts, or twice the bytes of its shard, if the cache is far above its
-#: limits, because they were lowered or the disk was filled. Evicting more would keep the other
-#: admissions waiting for longer than a tenth of a second. They evict the rest.
-_BATCH = 200
 #: If the numbers are unknown, at least this many shards are counted, or all of them; an estimate
 #: from these is within 4 %.
 _COUNTED = 10_000
@@ -202,9 +198,10 @@ class Space:
     def make_room(self, url: str, size: int) -> None:
         """Evict entries for a shard after the disk was full. Raises CacheFullError."""
         with self._budget_lock(), self._usage() as usage:
-            needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
+            need = self.allocated(size)
             # The disk may lack inodes, and a download needs more of them than one entry frees.
-            planned = self._choose(usage, needed, extra=3)
+            needed = Limits(free_needed=max(0, need - self._sweep(usage)), spare=need)
+            planned = self._choose(usage, needed)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
@@ -244,9 +241,12 @@ class Space:
                         self._count(usage)
                         limits = self.limits(need)
                         continue
+                # If limits were lowered or the disk was filled, the next admissions evict the rest,
+                # so that none waits for long.
+                later = max(0, over - least)
+                goal = limits._replace(free_needed=max(0, limits.free_needed - later))
                 # After a minute, a sample decides whether a refusal still holds.
-                few, later = bool(missing), max(0, over - least)
-                planned = self._choose(usage, limits, need, few=few, extra=_BATCH, later=later)
+                planned = self._choose(usage, goal, need - later, few=bool(missing))
                 if planned.missing:
                     # Otherwise, entries stay because of readers, which may finish at any moment.
                     if self.keeps_for_jobs:
@@ -263,24 +263,13 @@ class Space:
         return max(over, limits.free_needed)
 
     def _choose(
-        self,
-        usage: _Usage,
-        limits: Limits,
-        need: int = 0,
-        *,
-        jobs: bool = True,
-        few: bool = False,
-        extra: int = 0,
-        later: int | None = None,
+        self, usage: _Usage, limits: Limits, need: int = 0, *, jobs: bool = True, few: bool = False
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``few``, a sample must do. ``later`` bytes
-        may stay above the limits. If possible, ``extra`` entries are evicted in addition, but at
-        most these bytes.
+        Corrects ``usage`` where entries are listed. With ``few``, a sample must do.
         """
-        over = self._over(usage, limits, need) - (later or 0)
-        limits = limits._replace(free_needed=max(0, limits.free_needed - (later or 0)))
+        over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
@@ -292,9 +281,8 @@ class Space:
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            rest = extra * listed // max(1, len(entries))
-            limits = limits._replace(spare=max(spare, rest if later is None else min(rest, later)))
-            reserved = usage.total - listed + need - (later or 0)
+            limits = limits._replace(spare=max(spare, limits.spare))
+            reserved = usage.total - listed + need
             planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:
                 break

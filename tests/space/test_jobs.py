@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.space import budget
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_root
 from tests.support.shop import Shop
@@ -73,8 +72,7 @@ def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
         assert numbers(shop) == [0, 2, 3, 4]
 
 
-def test_jobs_with_a_smaller_limit_evict_a_few_shards_for_each_new_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "_BATCH", 3)
+def test_jobs_with_a_smaller_limit_evict_two_shards_for_each_new_one(tmp_path):
     shop = Shop(tmp_path, count=40)
     with shop.cache() as cache:
         for url in shop.urls[:30]:
@@ -84,7 +82,7 @@ def test_jobs_with_a_smaller_limit_evict_a_few_shards_for_each_new_one(tmp_path,
         for each, url in zip(itertools.cycle((a, b)), shop.urls[30:], strict=False):
             assert each.ask(url) == STORED
             counts.append(len(numbers(shop)))
-    assert counts == [30, 26, 22, 18, 14, *6 * [12]]
+    assert counts == [30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20]
 
 
 @pytest.mark.parametrize("policy", ["working-set", "lru"])

@@ -23,14 +23,25 @@ from shardcache.download.download import Download
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.files import Modes
+from shardcache.locks.sessions import live_sessions
 from shardcache.notices import log_read_only, log_unusable
 from shardcache.origins.aws import url_parser
 from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.stream import open_shard, pin_shard
+from shardcache.space import eviction
+from shardcache.space.eviction import CleanReport, Limits, Reason
+from shardcache.stats import database
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store, open_first
-from shardcache.store.root import check_root, check_usable, is_read_only, make_root, require_cache
+from shardcache.store.root import (
+    check_root,
+    check_usable,
+    is_read_only,
+    make_root,
+    remove_root,
+    require_cache,
+)
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
 from shardcache.urls import COMPLETE, ShardURL, shown_url
@@ -38,8 +49,6 @@ from shardcache.urls import COMPLETE, ShardURL, shown_url
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
     from shardcache.prewarm import Event, PrewarmReport
-    from shardcache.space.eviction import CleanReport
-    from shardcache.stats.database import Sample
     from shardcache.stats.summary import Stats
     from shardcache.store.verify import Finding, VerifyStatus
 
@@ -454,10 +463,6 @@ class Cache:
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
-        from shardcache.locks.sessions import live_sessions
-        from shardcache.space.eviction import Limits, merged
-        from shardcache.store.root import remove_root
-
         require_cache(self.dir)
         sweep_only = orphans and max_size is min_free is max_age is None
         process = self.process
@@ -480,7 +485,7 @@ class Cache:
             if remove_dir and everything and not (dry_run or is_used):
                 process.counters.flush()  # which writes into the directory
                 remove_root(tier.node)
-        return merged(reports)
+        return eviction.merged(reports)
 
     def verify(
         self,
@@ -528,8 +533,6 @@ class Cache:
         Raises the errors of `select`; ConfigError if a shard is a file that is not cached, or the
         directory cannot be a cache; OSError if the disk is full, read-only or failing.
         """
-        from shardcache.space import eviction
-
         shards = self.select(specs)
         for shard in shards:
             self.process.refuse_in_place(shard)
@@ -542,14 +545,10 @@ class Cache:
 
     def pins(self) -> dict[str, str]:
         """Return the URLs of pinned shards by key; the URL is empty if a pin's file is damaged."""
-        from shardcache.space.eviction import pinned
-
-        return pinned((tier.node for tier in self.process.present), clock.time())
+        return eviction.pinned((tier.node for tier in self.process.present), clock.time())
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
         """Unpin shards; return those that were pinned. Arguments and errors are as in `pin`."""
-        from shardcache.space import eviction
-
         require_cache(self.dir)
         shards, keys = self.select(specs, pinned=True), set[str]()
         for tier in self.process.present:
@@ -567,8 +566,6 @@ class Cache:
         Returns the size of the removed entries in bytes, and the number of entries that remain.
         Raises the errors of `select` and `clean`.
         """
-        from shardcache.space.eviction import Limits, Reason
-
         require_cache(self.dir)
         keys = [shard.key for shard in self.select(specs)]
         freed = stay = 0
@@ -603,16 +600,16 @@ class Cache:
 
         return summed(self.samples(since))
 
-    def samples(self, since: float | str | None = None, *, ever: bool = False) -> list[Sample]:
+    def samples(
+        self, since: float | str | None = None, *, ever: bool = False
+    ) -> list[database.Sample]:
         """Return the counters of `stats`, one sample per rank and period of ten minutes.
 
         With ``ever``, one more sample, with the start 0, is the sum of all older counters.
         """
-        from shardcache.stats.database import samples
-
         self.process.counters.flush()
         begin = 0.0 if since is None else clock.time() - parse_duration(since)
-        return samples(self.process.home.node, begin, ever=ever)
+        return database.samples(self.process.home.node, begin, ever=ever)
 
     # -- ending ----------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from shardcache.store.root import (
 )
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
-from shardcache.urls import COMPLETE, ShardURL, shown_url
+from shardcache.urls import COMPLETE, ShardURL
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -167,6 +167,9 @@ class Cache:
         is_fixed = isinstance(url, str) and _FIXED.match(url)
         return self._parse_once(url) if is_fixed else self._parse(url)
 
+    def _parsed(self, url: str | ShardURL) -> ShardURL:
+        return url if isinstance(url, ShardURL) else self.parse(url)
+
     # -- reading ---------------------------------------------------------------
 
     def prepare(self, url: str | None = None) -> None:
@@ -214,7 +217,7 @@ class Cache:
 
         Raises the same errors as `open` with ``strict``, because only a shard on disk has a path.
         """
-        shard = self._single(url)
+        shard = self.parse(url)
         if self.process.is_in_place(shard):
             with open_shard(self.process, shard):  # raises an error if the file cannot be read
                 yield shard.local_path
@@ -228,9 +231,9 @@ class Cache:
         Returns:
             The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
-        opened = self.process.fetch(Download(self.process.downloads, self._single(url)))
-        opened.close()
-        return opened.entry
+        download = Download(self.process.downloads, self._parsed(url))
+        with contextlib.closing(self.process.fetch(download)) as opened:
+            return opened.entry
 
     def add(self, url: str, file: str | os.PathLike[str]) -> Entry:
         """Import a file of this machine as a shard, unless the shard is cached; return its entry.
@@ -249,7 +252,7 @@ class Cache:
 
         The file may be evicted at any time, except inside `pinned`.
         """
-        shard = self._single(url)
+        shard = self._parsed(url)
         if self.process.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
         entry = self.entry(shard)
@@ -257,7 +260,7 @@ class Cache:
 
     def entry(self, url: str | ShardURL) -> Entry | None:
         """Return the shard's entry, or None if the shard is not cached."""
-        shard = url if isinstance(url, ShardURL) else self.parse(url)
+        shard = self._parsed(url)
         try:
             opened = open_first(self.process.stores(), shard.key, shard.basename)
         except DamagedError as exn:
@@ -386,19 +389,6 @@ class Cache:
                 raise self._not_found(selection, " that is pinned" if pinned else "")
             chosen |= {shard.key: shard for shard in shards}
         return list(chosen.values())
-
-    def _single(self, spec: str | ShardURL) -> ShardURL:
-        """Return the one shard that a specification stands for; ConfigError if there are more."""
-        if isinstance(spec, ShardURL):
-            return spec
-        shards = list[ShardURL]()
-        if not {"{", "*", "?"}.isdisjoint(spec) or spec.endswith("/"):
-            with contextlib.suppress(ShardNotFoundError):  # the text is the literal URL of a shard
-                shards = [s for s in self.select(spec) if not self.other_endpoint(s)]
-        if len(shards) > 1:
-            text = f"{shown_url(spec)} stands for {len(shards)} shards instead of one."
-            raise ConfigError(f"{text} Loop over Cache.select(...).")
-        return shards[0] if shards else self.parse(spec)
 
     def _selections(self, specs: Specs) -> list[Selection]:
         from shardcache.origins.listing import Selection, spec_list

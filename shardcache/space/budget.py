@@ -50,8 +50,7 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: If the numbers are unknown, at least this many shards are counted, or all of them; an estimate
-#: from these is within 4 %.
+#: `Space.contents` counts at least this many shards, or all; the estimate is within 4 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.
@@ -106,9 +105,8 @@ class _Usage:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts, estimated from those that were counted."""
-        known = [size for size in self.parts if size is not None]
-        return sum(known) * _PARTS // max(1, len(known))
+        """The bytes of all parts that were counted."""
+        return sum(size for size in self.parts if size is not None)
 
     def listed_to(self, part: int) -> None:
         """Note that the parts up to this one were listed now."""
@@ -230,7 +228,7 @@ class Space:
                     if 0 <= clock.monotonic() - usage.listed < _CORRECTED:
                         usage.add(part, need)
                         return
-                    self._choose(usage, Limits(), few=True)  # corrects the numbers of a sample
+                    self._choose(usage, Limits(), sample_only=True)  # corrects its numbers
                     continue
                 missing, is_recent = self._refusal(need, usage)
                 if missing and is_recent:
@@ -246,7 +244,7 @@ class Space:
                 later = max(0, over - least)
                 goal = limits._replace(free_needed=max(0, limits.free_needed - later))
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, goal, need - later, few=bool(missing))
+                planned = self._choose(usage, goal, need - later, sample_only=bool(missing))
                 if planned.missing:
                     # Otherwise, entries stay because of readers, which may finish at any moment.
                     if self.keeps_for_jobs:
@@ -263,17 +261,23 @@ class Space:
         return max(over, limits.free_needed)
 
     def _choose(
-        self, usage: _Usage, limits: Limits, need: int = 0, *, jobs: bool = True, few: bool = False
+        self,
+        usage: _Usage,
+        limits: Limits,
+        need: int = 0,
+        *,
+        jobs: bool = True,
+        sample_only: bool = False,
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``few``, a sample must do.
+        Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do.
         """
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
-        for least in (_SAMPLE,) if few else (_SAMPLE, math.inf):
+        for least in (_SAMPLE,) if sample_only else (_SAMPLE, math.inf):
             for part, (found, size) in listing:
                 entries += found
                 listed += size
@@ -342,14 +346,12 @@ class Space:
             yield entries, size
 
     def _count(self, usage: _Usage) -> None:
-        """Count the parts whose bytes are unknown, until `_COUNTED` shards are counted."""
-        unknown = [part for part, size in enumerate(usage.parts) if size is None]
-        left = math.inf if self.node.grace is not None else _COUNTED
-        for entries, _ in self._list(usage, unknown) if unknown else ():
-            if (left := left - len(entries)) <= 0:
-                break
+        """Count the parts whose bytes are unknown."""
+        if unknown := [part for part, size in enumerate(usage.parts) if size is None]:
+            for _ in self._list(usage, unknown):
+                pass
         if len(unknown) == _PARTS:
-            usage.listed_to(usage.next - 1)
+            usage.listed = clock.monotonic()
 
     @contextlib.contextmanager
     def _usage(self) -> Iterator[_Usage]:

@@ -201,11 +201,9 @@ def _storage_options(value: object) -> StorageOptions:
 
 
 def _group(value: object) -> int:
-    number = value if isinstance(value, int) and not isinstance(value, bool) else -1
-    if isinstance(value, str):
-        text = value.strip()
-        with contextlib.suppress(KeyError, ValueError):
-            number = int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
+    text, number = str(value).strip(), -1
+    with contextlib.suppress(KeyError, ValueError):
+        number = int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
     if not 0 <= number < _NO_GROUP:
         raise ValueError("is not a group of this machine")
     return number

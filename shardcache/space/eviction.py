@@ -191,20 +191,16 @@ def _past(date: float, now: float) -> float:
 
 def linked(entries: Iterable[Entry]) -> list[Links]:
     """Group the entries that are links to one file. Inodes are read only of repeated versions."""
-    versions: dict[object, list[Entry]] = {}
+    entries, files = list(entries), dict[object, list[Entry]]()
+    copies = Counter(entry[1:4] for entry in entries)
     for entry in entries:
-        versions.setdefault(entry[1:4], []).append(entry)
-    groups = list[Links]()
-    for copies in versions.values():
-        files: dict[object, list[Entry]] = {}
-        for entry in copies if len(copies) > 1 else ():
-            file: object = entry.directory  # a group of its own, also if the entry is gone
+        file: object = entry.directory  # a group of its own, also if the entry is gone
+        if copies[entry[1:4]] > 1:
             with ignoring(OSError, DamagedError):
                 data = entry.data.lstat()
                 file = data.st_dev, data.st_ino
-            files.setdefault(file, []).append(entry)
-        groups += [tuple(sorted(links)) for links in files.values()] or [tuple(copies)]
-    return groups
+        files.setdefault(file, []).append(entry)
+    return [tuple(sorted(links)) for links in files.values()]
 
 
 def disk_bytes(links: Links, allocated: Callable[[int], int]) -> int:

@@ -37,14 +37,8 @@ _SECONDS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
 
-_SIZES = (
-    "a number with B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB "
-    "(powers of 1024), for example 800GB or 1.5 TiB; in Python also an int of bytes"
-)
-_DURATIONS = (
-    "a number of seconds, or w, d, h, m (minutes), s and ms, largest first, "
-    "for example 90, 1h30m, 14d or 350ms"
-)
+_SIZES = "a number with a unit, such as 800GB or 1.5 TiB; in Python also an int of bytes"
+_DURATIONS = "a number of seconds, or text such as 1h30m, 14d or 350ms"
 
 
 def _refuse(value: object, noun: str, accepted: str) -> ConfigError:

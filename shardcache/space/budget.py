@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardcache import clock
-from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
 from shardcache.faults import ignoring, os_error
@@ -369,7 +368,7 @@ class Space:
             boot, parts, part, listed = read_json(self.node.usage, _RECORD)
             if len(parts) == _PARTS and self.node.grace is None:
                 parts = [size if isinstance(size, int) and size >= 0 else None for size in parts]
-                listed = float(listed) if boot == boot_id() else -math.inf
+                listed = float(listed) if boot == clock.boot_id() else -math.inf
                 return _Usage(parts, int(part) % _PARTS, listed)
         return _Usage()
 
@@ -379,7 +378,7 @@ class Space:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
                 boot, when, most = read_json(self.node.refusal, _RECORD)
                 age = clock.monotonic() - float(when)
-                if boot == boot_id() and age >= 0:
+                if boot == clock.boot_id() and age >= 0:
                     total = (usage or self._read()).total
                     return max(0, total + need - int(most)), age < _REFUSED
         return 0, False
@@ -396,7 +395,7 @@ class Space:
             # In place: if a file replaces another one, ext4 waits for the disk (4 ms each time).
             flags = os.O_WRONLY | os.O_CREAT
             with open_exclusive(path, flags, self.node.modes) as file:
-                data = json.dumps([boot_id(), *values]).encode()
+                data = json.dumps([clock.boot_id(), *values]).encode()
                 os.pwrite(file.fileno(), data.ljust(_RECORD), 0)
         except os_error() as exn:  # the disk is full or read-only
             logger.debug("%s: %s", path, exn)

@@ -127,7 +127,7 @@ def _directory(value: object) -> Path:
             raise ValueError(f"contains ${name}, which is not set")
     text = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111  pathlib's version raises
     if text.startswith("~"):
-        raise ValueError("begins with a home directory that is not known")
+        raise ValueError("is in an unknown home directory: set another one (SHARDCACHE_DIR, --dir)")
     return absolute(text)
 
 
@@ -510,20 +510,11 @@ def load(
         if value is not None and sources[name] == "default":
             values[name], sources[name] = _parse(_FIELDS[name], value, source), source
     if "dir" not in values:
-        values["dir"] = _user_directory(env)
+        caches = env.get("XDG_CACHE_HOME", "")
+        # The XDG specification says to ignore relative paths.
+        caches = caches if caches.startswith("/") else "~/.cache"
+        values["dir"] = _parse(_FIELDS["dir"], f"{caches}/shardcache", "default")
     return Loaded(Config(**values), sources)
-
-
-def _user_directory(env: Mapping[str, str]) -> Path:
-    caches = env.get("XDG_CACHE_HOME", "")
-    try:  # the XDG specification says to ignore relative paths
-        return _directory(f"{caches if caches.startswith('/') else '~/.cache'}/shardcache")
-    except ValueError:
-        raise ConfigError(
-            "no cache directory is set, and this user has no home directory. Pass a directory "
-            '(Cache("/local/nvme/shards") in code, --dir on the command line), or set '
-            'SHARDCACHE_DIR=/local/nvme/shards, or dir = "/local/nvme/shards" in shardcache.toml.'
-        ) from None
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:

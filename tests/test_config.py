@@ -142,11 +142,11 @@ TIERS = [
 REFUSED: list[tuple[dict[str, object], str]] = [
     *(({"tiers": tiers}, "tiers") for tiers in TIERS),
     ({"dir": "${EMPTY}/x"}, f"{DIR_IS}EMPTY, which is not set"),
-    ({"dir": "~no-such-user/x"}, f"{DIR_IS}home directory that is not known"),
+    ({"dir": "~no-such-user/x"}, f"{DIR_IS}is in an unknown home directory"),
     ({"dir": "s3://bucket/x"}, f"{DIR_IS}is a URL"),
     ({"dir": "a\0b"}, f"{DIR_IS}is not a path"),
     ({"dir": 7}, f"{DIR_IS}is not a path"),
-    ({"dir": None}, r"Cache\(.*--dir.*SHARDCACHE_DIR=.*dir = "),
+    ({"dir": None}, r"^dir \(default\): .* home directory: .*SHARDCACHE_DIR, --dir"),
     ({"dir": f"s3://me:{SECRET}@bucket/x"}, "dir"),
     ({"endpoint_url": f"me:{SECRET}@minio:9000"}, "endpoint_url"),
     ({"endpoint_url": f"ftp://me:{SECRET}@minio"}, "endpoint_url"),

@@ -3,7 +3,7 @@
 The fields of `Config` declare each option once, for all sources of values, docs/options.md and
 ``shardcache config``. For each option, the first source that sets it wins::
 
-    argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > default
+    argument > SHARDCACHE_* > TOML files > WDS_CACHE, WDS_CACHE_SIZE > last job > default
 
 Every `Config` object is valid. No repr, error or command shows values of ``storage_options``.
 """
@@ -380,9 +380,11 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def limits(self) -> dict[str, Any]:
-        """Return the options that limit the cache, by name, as values for JSON that parse back."""
+        """Return the limits that were set, and the tiers, as values for JSON that parse back."""
         tiers = [{name: str(getattr(tier, name)) for name in tier.__slots__} for tier in self.tiers]
-        return {**{name: _show(name, getattr(self, name)) for name in _LIMITS}, "tiers": tiers}
+        limits = {name: getattr(self, name) for name in _LIMITS}
+        changed = {n: _show(n, x) for n, x in limits.items() if x != _FIELDS[n].default}
+        return {**changed, "tiers": tiers}
 
     def scheme_options(self, scheme: str) -> Mapping[str, Any]:
         """Return the table of one scheme. Without a table ``s3``, all options belong to S3."""
@@ -465,23 +467,15 @@ class Loaded(NamedTuple):
     """A `Config` and the source of each value."""
 
     config: Config
-    sources: dict[str, str]  #: ``argument``, ``environment NAME``, ``file PATH`` or ``default``
-
-    def completed(self, limits: Mapping[str, Any], source: str) -> Loaded:
-        """Return a copy in which ``limits`` of ``source`` replace those that no source has set."""
-        changes = {
-            name: limits[name]
-            for name, value in self.config.limits().items()
-            if self.sources[name] == "default" and limits.get(name, value) != value
-        }
-        sources = {**self.sources, **dict.fromkeys(changes, source)}
-        return Loaded(self.config.replace(**changes), sources)
+    #: ``argument``, ``environment NAME``, ``file PATH``, ``last job`` or ``default``
+    sources: dict[str, str]
 
 
 def load(
     explicit: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
     files: Sequence[Path] | None = None,
+    job: Mapping[str, object] | None = None,
 ) -> Loaded:
     """Load the options from arguments, the environment and TOML files.
 
@@ -489,6 +483,7 @@ def load(
         explicit: options set in code; None means "not set".
         environ: the environment (default: ``os.environ``). Empty variables count as unset.
         files: existing files to read (default: `_usual_files`).
+        job: the limits and tiers of the last job; see `Config.limits`.
 
     Raises ConfigError if a name or a value is not valid, or a file cannot be read.
     """
@@ -500,6 +495,7 @@ def load(
         _from_environment(env),
         _from_files(_usual_files(env) if files is None else files),
         _from_webdataset(env),
+        ((name, (job or {}).get(name), "last job") for name in (*_LIMITS, "tiers")),
     ):
         if (advice := REMOVED.get(f"option {name}")) is not None:
             raise ConfigError(f"the option {name} ({source}) was removed. {advice}")

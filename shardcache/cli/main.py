@@ -97,10 +97,10 @@ class Invocation:
         self._polls_stop = True
         return self.stop
 
-    def loaded(self) -> Loaded:
+    def loaded(self, job: dict[str, Any] | None = None) -> Loaded:
         """Return the configuration and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
-        loaded = load({"dir": self.dir, "endpoint_url": self.endpoint_url}, files=files)
+        loaded = load({"dir": self.dir, "endpoint_url": self.endpoint_url}, files=files, job=job)
         if self.storage_options:
             merged = {**loaded.config.storage_options, **self.storage_options}
             loaded = loaded._replace(config=loaded.config.replace(storage_options=merged))
@@ -126,9 +126,9 @@ class Invocation:
 
         try:
             limits = job_limits(Layout.of_root(root))
-            limits["tiers"] = [t for t in limits.get("tiers") or () if is_ours(Path(t["dir"]))]
-            chosen = {name: limits[name] for name in names or limits if name in limits}
-            return loaded.completed(chosen, "last job")
+            tiers = [tier for tier in limits.get("tiers") or () if is_ours(Path(tier["dir"]))]
+            limits["tiers"] = tiers or None
+            return self.loaded({name: limits.get(name) for name in names or limits})
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
 

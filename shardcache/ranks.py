@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -65,22 +64,21 @@ class Ranks(NamedTuple):
     local_size: int | None = None  #: number of processes of the job on this node, if known
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Ranks:
-    """Return the `Ranks` of this process, read from ``environ`` (default: ``os.environ``).
+def detect() -> Ranks:
+    """Return the `Ranks` of this process, read from its environment.
 
     The order of precedence is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI
     comes before Slurm: if mpirun starts daemons with srun, ranks inherit their ``SLURM_PROCID``.
     """
-    env = os.environ if environ is None else environ
-    launched = (_from_launcher(env, source) for source in LAUNCHERS if source != "slurm")
-    ranks = next(filter(None, launched), None) or _from_slurm(env) or Ranks()
-    if (rank := whole_number(env, RANK_VARIABLE)) is not None:
+    launched = (_from_launcher(source) for source in LAUNCHERS if source != "slurm")
+    ranks = next(filter(None, launched), None) or _from_slurm() or Ranks()
+    if (rank := whole_number(RANK_VARIABLE)) is not None:
         # The launcher's local rank is valid only for the rank that the launcher set. If the user's
         # rank is not below the launcher's world size, the world must be larger.
         local = ranks.local_rank if rank == ranks.rank else None
         world = max(ranks.world_size, rank + 1)
         ranks = Ranks(rank, world, local, ranks.job, "explicit", ranks.local_size)
-    return ranks._replace(job=_text(env, JOB_VARIABLE) or ranks.job or _text(env, "SLURM_JOB_ID"))
+    return ranks._replace(job=_text(JOB_VARIABLE) or ranks.job or _text("SLURM_JOB_ID"))
 
 
 @functools.cache
@@ -92,47 +90,47 @@ def run_of_this_process() -> tuple[float | None, str]:
     return None, ""
 
 
-def _from_slurm(env: Mapping[str, str]) -> Ranks | None:
-    if whole_number(env, "SLURM_PROCID") is None:
+def _from_slurm() -> Ranks | None:
+    if whole_number("SLURM_PROCID") is None:
         return None  # a shell of salloc, or ssh into an allocation: there is a job id, but no task
-    step = whole_number(env, "SLURM_STEP_ID")
+    step = whole_number("SLURM_STEP_ID")
     if step is not None and step <= _MAX_NORMAL_STEP:
-        ranks, nodes = _from_launcher(env, "slurm"), whole_number(env, "SLURM_STEP_NUM_NODES")
+        ranks, nodes = _from_launcher("slurm"), whole_number("SLURM_STEP_NUM_NODES")
         if ranks and not ranks.local_size and nodes and ranks.world_size % nodes == 0:
             # By default, Slurm spreads the tasks evenly over the nodes.
             ranks = ranks._replace(local_size=ranks.world_size // nodes)
         return ranks
     # In the batch script, SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
     # would start. As a world size, it would make rank 0 wait for ranks that do not exist.
-    size = whole_number(env, "SLURM_NTASKS_PER_NODE") or None
+    size = whole_number("SLURM_NTASKS_PER_NODE") or None
     return Ranks(local_rank=0, source="slurm", local_size=size)
 
 
-def _from_launcher(env: Mapping[str, str], source: Source) -> Ranks | None:
+def _from_launcher(source: Source) -> Ranks | None:
     """Return the `Ranks` that a launcher set, or None if it did not set rank and world size."""
     *numbers, job_name = LAUNCHERS[source]
     # Other programs may export RANK or WORLD_SIZE, so one alone is ignored, even if malformed.
-    if not (_text(env, numbers[0]) and _text(env, numbers[1])):
+    if not (_text(numbers[0]) and _text(numbers[1])):
         return None
-    rank, world_size, local_rank, local_size = (whole_number(env, name) for name in numbers)
+    rank, world_size, local_rank, local_size = map(whole_number, numbers)
     assert rank is not None and world_size is not None
     if rank >= world_size:
         raise ConfigError(
             f"{numbers[0]}={rank} does not fit {numbers[1]}={world_size}: ranks run from 0 to "
             f"{numbers[1]} - 1. Correct or unset them, or set {RANK_VARIABLE}."
         )
-    job = _text(env, job_name)
+    job = _text(job_name)
     job = None if job == _NO_RUN_ID else job
     return Ranks(rank, world_size, local_rank, job, source, local_size or None)
 
 
-def _text(env: Mapping[str, str], name: str) -> str | None:
-    return env.get(name, "").strip() or None
+def _text(name: str) -> str | None:
+    return os.environ.get(name, "").strip() or None
 
 
-def whole_number(env: Mapping[str, str], name: str) -> int | None:
+def whole_number(name: str) -> int | None:
     """Return a variable as an int, or None if it is empty. Raise ConfigError for other text."""
-    text = _text(env, name)
+    text = _text(name)
     # int() would also accept "1_0", "+1" and digits of other scripts, so check first.
     if text is not None and not re.fullmatch("[0-9]{1,10}", text):
         advice = "Set it to 0 or more, or unset it."

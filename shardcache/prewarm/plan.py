@@ -6,7 +6,6 @@ meantime, `confirm` and the downloads notice it.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +80,7 @@ def own_share(node: int | None, count: int | None, ranks: int) -> Share:
         raise ConfigError("--node-rank and --node-count go together: give both, or neither.")
     for names in _LAUNCHERS:
         if node is None or count is None:
-            node, count = (whole_number(os.environ, name) for name in names)
+            node, count = map(whole_number, names)
     if node is None or count is None:
         raise ConfigError(
             "--shard-by-node needs to know which node this is. Run it as a Slurm step "

@@ -209,19 +209,15 @@ def parse_url(
     endpoint: str | None = None,
     places: Mapping[str, str] | None = None,
     allow_schemes: Collection[str] = (),
-    parse_command: Callable[[str], ShardURL] | None = None,
 ) -> ShardURL:
     """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
     standard partition; ``places`` are those of `Config.places`. ``allow_schemes`` are allowed in
-    addition to `DEFAULT_SCHEMES`.
-    ``parse_command`` parses ``pipe:`` URLs; by default, each command is a shard of its own.
+    addition to `DEFAULT_SCHEMES`. Each ``pipe:`` command is a shard of its own.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
-    if parse_command is not None and url.startswith("pipe:"):
-        return parse_command(url)
     # Lists may have 100,000 URLs, so cheap tests of the text come before searches.
     if url.startswith("shardcache:"):
         url = re.sub(_FSSPEC, "", url)

@@ -111,7 +111,9 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
     endpoint, schemes = _authority(config), config.allow_schemes
     parse = functools.partial(parse_url, places=config.places(), allow_schemes=schemes)
 
-    def parse_command(url: str) -> ShardURL:
+    def parse_any(url: str) -> ShardURL:
+        if not (isinstance(url, str) and url.startswith("pipe:")):
+            return parse(url, endpoint=endpoint)
         command = url.removeprefix("pipe:").strip()
         try:
             target, options = read_command(command)
@@ -127,7 +129,7 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
         own = _authority(for_command(config, options)) if options else endpoint
         return dataclasses.replace(parse(target, endpoint=own), options=options)
 
-    return functools.partial(parse, endpoint=endpoint, parse_command=parse_command)
+    return parse_any
 
 
 def s3_endpoint(options: Mapping[str, Any]) -> str | None:

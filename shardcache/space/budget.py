@@ -78,7 +78,7 @@ _RECORD = 8192
 
 
 def _part(name: str) -> int:
-    """Return the part of the cache to which a key, or a directory in `Layout.partial`, belongs."""
+    """Return the part of a key, or of a directory in `Layout.partial`."""
     return int(name.removeprefix("evict.")[:2], 16)
 
 
@@ -462,9 +462,7 @@ class Space:
     def clean(self, limits: Limits, *, orphans: bool = False, dry_run: bool = False) -> CleanReport:
         """Evict until the limits hold, and remove the partials and sessions of dead processes.
 
-        Shards that are pinned, being read or in flight stay. Shards that the policy keeps for
-        running jobs stay, too, unless `Limits.everything` is set. With ``orphans``, also remove
-        partials that are younger than an hour.
+        With ``orphans``, also remove partials that are younger than an hour.
         """
         keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
         leftovers = list[Removal]()

@@ -359,6 +359,11 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """
         if not isinstance(loader, DataLoader):
             raise ConfigError(f"track takes torch's DataLoader, and not {type(loader).__name__}.")
+        if loader.dataset is not self:  # its state would not fit this pipeline
+            raise ConfigError(
+                "track takes a DataLoader of this pipeline, and not of a copy, such as "
+                "dataset.batched(8) returns. Write: dataset = dataset.batched(8)."
+            )
         tracked = vars(loader).get("_tracked_by_shardcache")  # its workers may persist
         if tracked is None or tracked.collate_fn.args[1] is not self:
             tracked = copy.copy(loader)
@@ -550,8 +555,6 @@ def _loader() -> str:
 
 def _collated(collate: Any, pipeline: Resumable, outputs: Any) -> tuple[dict[str, Any], Any]:
     """Collate outputs in the process that has read them. Return the position behind them, too."""
-    if pipeline._run is None:
-        raise ConfigError("track takes a DataLoader of this pipeline, not of a copy of it.")
     _, _, worker, workers = pytorch_worker_info()
     return {**vars(pipeline._run), "worker": worker, "workers": workers}, collate(outputs)
 

@@ -347,7 +347,7 @@ class Response:
     info: ObjectInfo
     start: int
     stop: int | None
-    # `close` may run before `__init__` has received the head, or even begun.
+    # `close` may run before `__init__` has received the head, or even started.
     _left: int | None = None
     _connection: _Connection | None = None
 

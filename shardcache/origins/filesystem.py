@@ -12,7 +12,6 @@ import io
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +54,6 @@ class FsspecOrigin(Origin):
     def __init__(self, protocol: str, storage_options: Mapping[str, Any], timeout: float) -> None:
         self._protocol, self._options = protocol, dict(storage_options)
         self.timeout = timeout
-        self._made: Any = None
-        self._guard = threading.Lock()
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -121,25 +118,23 @@ class FsspecOrigin(Origin):
             return path
         return str(self._filesystem._strip_protocol(shard.raw))
 
-    @property
+    @threads.lazy
     def _filesystem(self) -> Any:
         import fsspec
 
-        with self._guard:
-            if self._made is not None:
-                return self._made
-            if self._protocol == "gs":
-                _skip_google_metadata()
-            # Not fsspec's shared instance: it may belong to the parent process, and other parts of
-            # the program use its cache of listings.
-            options = {**self._options, "skip_instance_cache": True}
-            try:
-                self._made = fsspec.filesystem(self._protocol, **options)
-                if self._protocol == "s3":
-                    self._made.retries = 1  # s3fs makes one attempt: `retry` makes the others
-                return self._made
-            except (ImportError, OSError, ValueError, TypeError) as exn:
-                reason = redact(str(exn))
+        if self._protocol == "gs":
+            _skip_google_metadata()
+        # Not fsspec's shared instance: it may belong to the parent process, and other parts of the
+        # program use its cache of listings.
+        options = {**self._options, "skip_instance_cache": True}
+        try:
+            made = fsspec.filesystem(self._protocol, **options)
+        except (ImportError, OSError, ValueError, TypeError) as exn:
+            reason = redact(str(exn))
+        else:
+            if self._protocol == "s3":
+                made.retries = 1  # s3fs makes one attempt: `retry` makes the others
+            return made
         raise ConfigError(f"{self._protocol}:// cannot be read here: {reason}")
 
     def _call(self, shard: ShardURL, function: Callable[[], T], *, timed: bool = True) -> T:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +68,6 @@ class Origins:
     def __init__(self, config: Config, is_new: Callable[[str], bool] = lambda kind: True) -> None:
         self._config = config
         self._is_new = is_new
-        self._guard = threading.Lock()
         self._made: dict[tuple[str, tuple[tuple[str, str], ...], str], Origin] = {}
 
     def of(self, shard: ShardURL) -> Origin:
@@ -84,13 +82,12 @@ class Origins:
         # S3 Express buckets and multi-region access points need another client than other buckets.
         kind = needs_s3fs(shard.bucket_and_key()[0], {}) if shard.scheme == "s3" else ""
         key = shard.scheme, shard.options, kind
-        with self._guard:
-            if key not in self._made:
-                own = shard.options
-                config = for_command(self._config, own) if own else self._config
-                options = config.scheme_options(shard.scheme)
-                self._made[key] = _make(shard, options, config.timeout)
-            return self._made[key]
+        if key not in self._made:
+            own = shard.options
+            config = for_command(self._config, own) if own else self._config
+            made = _make(shard, config.scheme_options(shard.scheme), config.timeout)
+            self._made.setdefault(key, made)  # another thread may have been faster
+        return self._made[key]
 
     def use(self, scheme: str, origin: Origin) -> None:
         """Read the shards of a scheme from ``origin``, in this process."""

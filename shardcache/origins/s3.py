@@ -441,11 +441,6 @@ class S3Origin(Origin):
         return self._options.get("profile") or os.environ.get("AWS_PROFILE")
 
     def _bucket(self, name: str) -> _Bucket:
-        if name.endswith(".mrap"):
-            raise ConfigError(
-                f"{name} is the alias of a multi-region access point; give its ARN, "
-                f"s3://arn:aws:s3::ACCOUNT:accesspoint/{name}/key."
-            )
         store = self.prepare()
         return store.address(name, store.regions.get(name, store.region))
 

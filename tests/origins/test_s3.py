@@ -116,7 +116,6 @@ def test_a_request_for_a_replaced_version_fails(origin, s3, bucket):
         ({}, "s3://shards--use1-az4--x-s3/a.tar", ConfigError, "501 NotImplemented", 1),
         ({"profile": "none", **SSE}, "@/a.tar", AccessDeniedError, "none", 0),
         (SSE, "@/a.tar?versionId=1", ConfigError, "version_aware", 0),
-        ({}, "s3://point.mrap/a.tar", ConfigError, "its ARN", 0),
     ],
 )
 def test_a_permanent_error_costs_at_most_one_request_and_states_its_cause(

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from shardcache import threads
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.aws import chain_error, s3fs_options
-from shardcache.origins.base import ObjectInfo, Origin, TransientError, VersionChangedError, refusal
+from shardcache.origins.base import ObjectInfo, Origin, TransientError, compare_version, refusal
 from shardcache.threads import Results, undivided
 from shardcache.urls import ShardURL, quoted, redact
 
@@ -246,8 +246,7 @@ class FsspecBody:
         seconds = self._origin.timeout
         data = self._origin.result(lambda: threads.get_result(self._results, seconds))
         if not data and self.stop is not None:
-            if self._origin.stat(self._shard).version != self.info.version:
-                raise VersionChangedError(f"{self._shard} became shorter")
+            compare_version(self._origin, self._shard, self.info)
             left = self.stop - self._at
             raise TransientError(f"the origin stopped {left} bytes before the end")
         buffer[: len(data)] = data

@@ -19,7 +19,6 @@ from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.origins.aws import needs_s3fs
-from shardcache.origins.filesystem import FsspecOrigin
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
 from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, parse_url, shown_url, split_bucket
@@ -248,16 +247,12 @@ class Listing:
 
     def _files(self, directory: str, deep: bool) -> list[str]:
         """Return the names of the files in a directory, through fsspec."""
-        config = self._config
         if directory.startswith("s3://"):
             shard = ShardURL(directory, "s3", directory, "", "")
         else:
-            shard = parse_url(directory, allow_schemes=config.allow_schemes)
-            refuse_local(shard, config)  # instead of listing a whole disk
+            shard = parse_url(directory, allow_schemes=self._config.allow_schemes)
+            refuse_local(shard, self._config)  # instead of listing a whole disk
         origin: Any = self._origins.of(shard)
-        if shard.scheme in ("http", "https"):  # fsspec lists the links on a page
-            options = config.scheme_options(shard.scheme)
-            origin = FsspecOrigin(shard.scheme, options, config.timeout)
         if not hasattr(origin, "names_below"):
             raise ConfigError(
                 f"{shard}: {shard.scheme}:// cannot be listed. Write ranges as {{0000..0127}}.",

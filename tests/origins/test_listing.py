@@ -107,7 +107,7 @@ def test_a_question_mark_in_an_s3_key_is_no_query(make_cache, origin, pattern):
 
 @pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])
 def test_a_disk_is_not_listed_without_cache_local(make_cache, spec, monkeypatch):
-    listed = "shardcache.origins.listing.FsspecOrigin.names_below"
+    listed = "shardcache.origins.filesystem.FsspecOrigin.names_below"
     monkeypatch.setattr(listed, lambda *a, **k: pytest.fail())
     with pytest.raises(ConfigError, match="cache_local = true"):
         expand([spec], make_cache())

@@ -37,7 +37,7 @@ from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
 
 if TYPE_CHECKING:
-    from shardcache.tiers import Directories, Housekeeper, Tier
+    from shardcache.tiers import Directories, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class ProcessCache:
         from shardcache.download.transfer import Resources
         from shardcache.origins.resolve import Origins
         from shardcache.origins.retry import RetryPolicy
-        from shardcache.tiers import Tier
+        from shardcache.tiers import Housekeeper, Tier
 
         config, ranks = self.config, self._ranks
         self._lock = threading.Lock()  # held while the directories are made
@@ -115,7 +115,7 @@ class ProcessCache:
         )
         self.downloads = Downloads()
         self.directories: Directories | None = None
-        self._housekeepers: list[Housekeeper] = []
+        self._housekeepers = [Housekeeper(tier) for tier in self.tiers]
         self._clean_due = 0.0  # when to look again whether a cleaning is due
         self._touched: dict[str, float] = {}
         self._to_copy: deque[Callable[[], None]] = deque()
@@ -169,13 +169,11 @@ class ProcessCache:
 
     def _make_directories(self, tiers: list[Tier]) -> Directories:
         """Create the directories of ``tiers``, and return all usable ones."""
-        from shardcache.tiers import Directories, Housekeeper
+        from shardcache.tiers import Directories
 
         for tier in tiers:
             self._make(tier)
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
-        self._housekeepers = [Housekeeper(tier) for tier in usable]
-        self._clean_due = 0.0
         self._touched.clear()
         # Child processes of multiprocessing end without running atexit handlers.
         if not _finalizers and (util := sys.modules.get("multiprocessing.util")):
@@ -405,7 +403,7 @@ class ProcessCache:
         if self.disk.is_well:
             for housekeeper in self._housekeepers:
                 housekeeper.check()
-            self._clean_due = min((each.due for each in self._housekeepers), default=0.0)
+            self._clean_due = min(each.due for each in self._housekeepers)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
@@ -453,7 +451,6 @@ class ProcessCache:
 
     def close(self) -> None:
         """End the session, and cancel downloads without readers. The next use begins another."""
-        self._housekeepers = []
         if self.directories is not None:
             self.directories = None
             self.downloads.close()

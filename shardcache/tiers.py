@@ -275,7 +275,8 @@ class Housekeeper:
         if (now := clock.monotonic()) < self.due:
             return
         self.due = now + _MEMORY_INTERVAL  # set first, so that other threads return above
-        if self._thread is not None and self._thread.is_alive():  # it may wait for a lock
+        is_busy = self._thread is not None and self._thread.is_alive()  # it may wait for a lock
+        if is_busy or self._tier.made is None:
             return
         try:
             space = self._tier.space

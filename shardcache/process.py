@@ -329,13 +329,11 @@ class ProcessCache:
 
     def _start_worker(self, download: Download) -> bool:
         """Start the worker's thread. Return False if the process cannot start a thread."""
-        try:
+        with contextlib.suppress(RuntimeError):
             name = f"shardcache-{download.shard.key[:8]}-fetch"
             threads.start(partial(self._run_worker, download), name)
-        except RuntimeError as exn:
-            logger.info("%s: %s", download.shard, exn)
-            return False
-        return True
+            return True
+        return False
 
     def _run_worker(self, download: Download) -> None:
         """Run a download as its worker, and report its result or error to the readers."""

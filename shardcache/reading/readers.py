@@ -61,9 +61,7 @@ class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
     The last block is withheld until the entry is published, because its digest and checksum were
-    verified by then. If another process is downloading the shard and dies, the worker of this
-    process takes the lock and continues. ``finish`` and ``ahead`` are as for
-    `ProcessCache.start_download`.
+    verified by then. ``finish`` and ``ahead`` are as for `ProcessCache.start_download`.
     """
 
     _cache: ProcessCache

@@ -18,9 +18,6 @@ one continues at the same byte:
 
 Once bytes were delivered, the rest must be of the same version. A stream without a replacement
 stays failed: `io.BufferedReader` drops its buffer on an error, so later reads would skip bytes.
-
-A fault of the cache is logged as one warning per kind of fault. With ``strict``, it is raised. The
-same holds for `pin_shard`, whose caller needs a local path.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from shardcache.origins.base import (
     compare_version,
     skip,
 )
-from shardcache.origins.resolve import Origins
+from shardcache.origins.resolve import Origins, UpstreamOrigin
 from shardcache.origins.retry import Retries, RetryPolicy, once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
@@ -133,7 +133,6 @@ class Transfer:
     _download: Download
     _retries: Retries
     _origin: Origin
-    _is_upstream: bool  #: whether the origin is an upstream
     #: Whether the shard may find no room. Then the first request asks for the whole shard, so that
     #: readers can use the response. If there is room, the response is cut off after one part.
     _may_not_fit: bool
@@ -142,6 +141,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self._shard = self._download.shard
+        self._is_upstream = isinstance(self._origin, UpstreamOrigin)
         self._counter = "bytes_upstream" if self._is_upstream else "bytes_origin"
         self._partial: Partial  # from `receive`, as is `_info`
         self._info: ObjectInfo

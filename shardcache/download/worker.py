@@ -228,8 +228,7 @@ class Worker:
             self._upstreams = iter(()) if download.outdated else upstreams
             self._upstream = next(self._upstreams, None)
         upstream = self._upstream
-        left = None if lock is None else lock.partial
-        partial = None if lock is None or left is None else self._resume(lock, left)
+        partial = None if lock is None else self._resume(lock)
         digest = "" if upstream is None or upstream.digest is None else upstream.digest
         if partial is not None and partial.metadata.digest != digest:
             upstream = None  # its bytes could not be proven together with those of the partial
@@ -239,7 +238,7 @@ class Worker:
             retries.record = directories.layout.holder(shard.key)
         may_not_fit = partial is None and self._may_not_fit()
         origin = upstream or resources.origins.of(shard)
-        transfer = Transfer(resources, download, retries, origin, upstream is not None, may_not_fit)
+        transfer = Transfer(resources, download, retries, origin, may_not_fit)
         try:
             with resources.connections.hold(download.check):
                 download.check()
@@ -335,9 +334,9 @@ class Worker:
             raise refusals[-1]
         return True
 
-    def _resume(self, lock: _Lock, name: str) -> Partial | None:
-        """Take over the partial of this name; return None if it is gone or its writer is alive."""
-        shard = self._download.shard
+    def _resume(self, lock: _Lock) -> Partial | None:
+        """Take over the partial of a killed holder of the lock; return None if there is none."""
+        shard, name = self._download.shard, lock.partial or ""
         # The name was read from a file that another program may have damaged, so it is checked.
         parsed = parse_partial_name(name)
         if parsed is None or parsed[0] != shard.key:

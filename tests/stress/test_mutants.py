@@ -44,8 +44,8 @@ Economy: every process downloads
 
 Crashes: no process resumes the partial of a dead one
     download/worker.py
-    -left = None if lock is None else lock.partial
-    +left = None
+    -shard, name = self._download.shard, lock.partial or ""
+    +shard, name = self._download.shard, ""
     tests/download/test_coordination.py -k resumed
 
 Crashes: the blocks of a dead process are trusted unchecked

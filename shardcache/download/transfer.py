@@ -279,9 +279,7 @@ class Transfer:
             # descriptor may then belong to another file.
             with self._partial.handle() as file:
                 self._receive(_Part(part.start, part.stop), file.fileno())
-        except _FailedError:
-            logger.debug("%s: a helper ends", self._shard)
-        except BaseException as exn:  # noqa: BLE001 - the worker raises it
+        except BaseException as exn:  # noqa: BLE001 - the worker raises the first one
             self._fail(exn)
 
     def _receive(self, part: _Part, fd: int) -> None:
@@ -402,16 +400,14 @@ class Transfer:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
             info = once(str(self._shard), lambda: self._origin.stat(self._shard))
+            if info.version == self._info.version:
+                self._checksum = info.checksum or self._checksum
+            elif info.etag or not self._info.etag:  # some gateways omit the ETag from this response
+                raise VersionChangedError(str(self._shard))
         except VersionChangedError as exn:
             self._fail(exn)
-            return
         except ShardCacheError as exn:
             logger.info("%s: no checksum to compare with: %s", self._shard, exn)
-            return
-        if info.version == self._info.version:
-            self._checksum = info.checksum or self._checksum
-        elif info.etag or not self._info.etag:  # some gateways omit the ETag from this response
-            self._fail(VersionChangedError(str(self._shard)))
 
     # -- the end -------------------------------------------------------------------
 

@@ -182,16 +182,14 @@ def _space(tier: Config) -> Findings:
         fix = "Make room on that disk, set a smaller min_free, or point dir at another disk."
         yield "fail", f"{text}: no shard can be stored", fix
     elif limit and limit > disk.size and ram_disk(path):
-        fix = f"Set max_size well below {format_bytes(disk.size)}, or give the job more memory and "
-        fix += "remount with a larger size= (Kubernetes: sizeLimit of the emptyDir)."
+        fix = "Set a smaller max_size, or give the job and the RAM disk more memory (sizeLimit)."
         yield "fail", f"{text}: more than the RAM disk or the memory of the job", fix
     elif limit and limit > room:
         fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
         yield "warn", f"{text}: there is room for only {format_bytes(room)}", fix
     elif "KUBERNETES_SERVICE_HOST" in os.environ and limit is None and not ram_disk(path):
         fix = "Set max_size, or ephemeral_limit (SHARDCACHE_EPHEMERAL_LIMIT) to the pod's limit."
-        text = f"{text}, but the kubelet evicts pods before a node's disk is full"
-        yield "warn", f"{text}, and neither max_size nor ephemeral_limit is set", fix
+        yield "warn", f"{text}, but the kubelet evicts pods before a node's disk is full", fix
     else:
         yield "ok", text, ""
     inodes = os.statvfs(path)

@@ -176,7 +176,7 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     if not shards:
         raise click.UsageError(f"There are no tar files below {source}.")
     sources = {s.key: path.resolve() for s, path in zip(shards, paths, strict=True)}
-    options |= {"check": False, "best_effort": False, "refresh": False, "jobs": None}
+    options |= {"check": False, "best_effort": False, "jobs": None}
     return _prewarm(invocation, cache, shards, options | {"sources": sources})
 
 
@@ -207,13 +207,6 @@ def _prewarm(
         for word, line in _failures(console, report, check=options["check"], cache=cache):
             console.message(f"  {word}  ", line, "red")
         _print_hints(console, report, options)
-        if report.count(Outcome.LEFT_OUT):
-            kept = sum(shard in cache for shard in report.plan.shards)
-            console.hint(
-                f"  {kept:,} of {counted(len(report.results), 'shard')} are cached. A job that "
-                "reads the others first evicts these before it reads them, unless you pin them "
-                "(shardcache pin)."
-            )
     return _exit_code(report, options)
 
 
@@ -230,6 +223,8 @@ def _print_hints(console: Console, report: PrewarmReport, options: Mapping[str, 
     elif report.not_started and (console.quiet or console.json):
         shards = counted(report.not_started, "shard")
         console.warning(f"{shards} not done because {report.stopped.why}")
+    if report.count(Outcome.LEFT_OUT):
+        console.hint("  Reading the shards left out evicts cached ones, unless they are pinned.")
     # If a missing shard has no suffix of a tar archive, the user may have meant a prefix.
     for result in report.results:
         is_absent = isinstance(result.error, ShardNotFoundError) or (

@@ -107,8 +107,7 @@ def run_command(
             with contextlib.suppress(OSError):
                 stats = summed(samples(Layout(notes.parent), ever=True))
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
-    was = "is known to have been" if code else "was"
-    text = f"no shard {was} opened through the cache in {config.dir}"
+    text = f"no shard was opened through the cache in {config.dir}"
     text += "" if stats.opens or lines else " (is PYTHONPATH replaced?)"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "

@@ -331,10 +331,7 @@ def _charts(samples: Sequence[Sample], size: int) -> Iterator[str]:
         from matplotlib import dates, rc_context, ticker
         from matplotlib.figure import Figure
     except ImportError as exn:
-        raise ConfigError(
-            "The charts need matplotlib: pip install 'shardcache[report]'. `shardcache stats "
-            "--json` prints the figures without it."
-        ) from exn
+        raise ConfigError("The charts need matplotlib: pip install 'shardcache[report]'.") from exn
     # Choose the shortest intervals with which at most `_INTERVALS` cover the period.
     starts = [sample.start for sample in samples]
     span = max(starts) - min(starts)

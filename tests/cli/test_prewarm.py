@@ -84,7 +84,7 @@ def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path, mo
     assert proxy.received() == 0
     assert run(*half, "-n")[0] == 5
     code, out, err = run(*half, "--best-effort")
-    assert "  2 of 4 shards are cached. A job that reads the others first evicts these" in err
+    assert "  Reading the shards left out evicts cached ones, unless they are pinned" in err
     assert code == 0 and "left out for lack of room" in out
     assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
     assert run("prewarm", spec, "--max-size", f"{4 * size}B")[0] == 0

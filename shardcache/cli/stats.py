@@ -19,7 +19,7 @@ import termios
 import time
 import tty
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -34,11 +34,10 @@ from shardcache.cli.entries import cell, partials
 from shardcache.cli.main import Invocation, command, flag
 from shardcache.cli.output import Fitted, Row, Shortened, fields_of, local_time, printable
 from shardcache.clock import utc
-from shardcache.config import Config, __version__
+from shardcache.config import __version__
 from shardcache.errors import ConfigError
 from shardcache.locks.keys import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
-from shardcache.space.budget import Contents
 from shardcache.space.memory import Volume
 from shardcache.stats import database
 from shardcache.stats.database import Sample
@@ -152,19 +151,13 @@ def stats_command(
 
 
 def _gauges(cache: Cache) -> list[Row]:
-    """Return the values of `GAUGES` by name: a row for the whole cache, and one for each tier."""
+    """Return the fields of `GAUGES`: a row for the whole cache, and one for each tier."""
     node = cache.process.home.node
     live = sum(row["state"] == "live" for row in partials(cache))
     whole: Row = {"dir": str(cache.dir), "downloads": live, "processes": len(live_sessions(node))}
     with contextlib.suppress(FileNotFoundError):  # it was never cleaned
-        whole["last_clean_timestamp_seconds"] = os.lstat(node.named_lock("clean")).st_mtime
-    rows = [whole]
-    for tier in _tiers(cache, cache.config):
-        path = Path(tier["dir"])
-        row = {"dir": tier["dir"], "entries": tier["shards"], "entries_bytes": tier["disk_bytes"]}
-        row["free_bytes"] = Volume.of(path).free if path.is_dir() else None
-        rows.append({**row, "limit_bytes": tier["max_size"]})
-    return rows
+        whole["cleaned"] = os.lstat(node.named_lock("clean")).st_mtime
+    return [whole, *_tiers(cache)]
 
 
 def _write_text(name: str, text: str) -> None:
@@ -259,7 +252,7 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
     with invocation.cache(existing=True) as cache:
-        samples, tiers = cache.samples(since), list(_tiers(cache, cache.config))
+        samples, tiers = cache.samples(since), list(_tiers(cache))
         total, held = summed(samples), sum(tier["bytes"] for tier in tiers)
         begin = max(total.since or 0.0, clock.time() - (since or math.inf))
         period = database.STEP if begin > clock.time() - database.RECENT else database.PERIOD
@@ -290,17 +283,18 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
     console.info(f"wrote {output}, {format_bytes(size)}")
 
 
-def _tiers(cache: Cache, config: Config) -> Iterator[Row]:
-    """Yield a row with the `Contents` and the limit of each tier: None if there is none."""
-    present = {tier.config.dir: tier for tier in cache.process.present}
-    for number, tier in enumerate(config.by_tier(), 1):
-        known = present.get(tier.dir)
-        yield {
-            "tier": number,
-            "dir": os.fspath(tier.dir),
-            **fields_of(known.space.contents() if known else Contents()),
-            "max_size": Volume.of(tier.dir).budget(tier) if tier.dir.is_dir() else None,
-        }
+def _tiers(cache: Cache) -> Iterator[Row]:
+    """Yield a row with the `Contents`, the limit and the free room of each tier with a cache."""
+    present = cache.process.present
+    for number, tier in enumerate(cache.process.tiers, 1):
+        if tier in present:
+            yield {
+                "tier": number,
+                "dir": str(tier.config.dir),
+                **fields_of(tier.space.contents()),
+                "max_size": tier.space.max_size,
+                "free_bytes": Volume.of(tier.config.dir).free,
+            }
 
 
 def _fill_text(tier: Row) -> str:
@@ -382,11 +376,8 @@ def _label(unit: str, value: float, position: int | None) -> str:
     return f"{value / 1e6:,.10g} s" if unit == "s" else f"{value:.0%}" if unit else f"{value:,.0f}"
 
 
-def snapshots(cache: Cache, config: Callable[[], Config]) -> Iterator[Row]:
-    """Yield the state of a cache, with its counters over the last `_SMOOTH` intervals.
-
-    ``config`` returns the current limits, which change when a job starts.
-    """
+def snapshots(cache: Cache) -> Iterator[Row]:
+    """Yield the state of a cache, with its counters over the last `_SMOOTH` intervals."""
     # For each of the last snapshots: its time, the counters by start and rank of their sample, and
     # the bytes written by partial.
     history = deque[tuple[float, dict[Any, Any], dict[str, int]]](maxlen=_SMOOTH + 1)
@@ -410,7 +401,7 @@ def snapshots(cache: Cache, config: Callable[[], Config]) -> Iterator[Row]:
             "total": summed(changed),
             "ranks": {rank: stats for rank, stats in by_rank(changed).items() if stats.opens},
             "fetches": sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
-            "tiers": list(_tiers(cache, config())),
+            "tiers": list(_tiers(cache)),
             "waits": sorted(_waiting(cache), key=lambda row: (-row["seconds"], row["url"])),
         }
 
@@ -458,7 +449,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     count = count or (1 if console.json else None)
     with invocation.cache(existing=True) as cache, ExitStack() as stack:
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        states = snapshots(cache, lambda: invocation.loaded_with_job_limits().config)
+        states = snapshots(cache)
         snapshot = next(states)  # the first rates are relative to this snapshot
         display: Live | None = None
         hint = "q to quit"

@@ -197,23 +197,23 @@ METRICS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
 }  # fmt: skip
 
 
-#: Name -> help. Their values are of the moment.
+#: Name -> help, and the field of a row that has the value, which is of the moment.
 GAUGES = {
-    "entries": "Shards in the cache.",
-    "entries_bytes": "Bytes of the shards in the cache, on disk.",
-    "limit_bytes": "Bytes on disk that the cache may hold, if max_size is set.",
-    "free_bytes": "Free bytes of the disk.",
-    "downloads": "Downloads that are running.",
-    "processes": "Processes that use the cache.",
-    "last_clean_timestamp_seconds": "Time of the last cleaning.",
+    "entries": ("Shards in the cache.", "shards"),
+    "entries_bytes": ("Bytes of the shards in the cache, on disk.", "disk_bytes"),
+    "limit_bytes": ("Bytes on disk that the cache may hold, if max_size is set.", "max_size"),
+    "free_bytes": ("Free bytes of the disk.", "free_bytes"),
+    "downloads": ("Downloads that are running.", "downloads"),
+    "processes": ("Processes that use the cache.", "processes"),
+    "last_clean_timestamp_seconds": ("Time of the last cleaning.", "cleaned"),
 }
 
 
 def exposition(stats: Stats, directory: str, gauges: Sequence[Mapping[str, Any]]) -> str:
     """Return all metrics as text for the textfile collector of Prometheus' node exporter.
 
-    The label ``dir`` is ``directory``. Each row of ``gauges`` has its own ``dir``, and values by
-    name of `GAUGES`. The sums never fall, except after ``stats --zero``, which Prometheus treats as
+    The label ``dir`` is ``directory``. Each row of ``gauges`` has its own ``dir``, and fields
+    of `GAUGES`. The sums never fall, except after ``stats --zero``, which Prometheus treats as
     a restart. See prometheus.io/docs/instrumenting/exposition_formats.
     """
     lines: list[str] = []
@@ -237,9 +237,9 @@ def exposition(stats: Stats, directory: str, gauges: Sequence[Mapping[str, Any]]
         for name, value in (("sum", each.seconds), ("count", each.count))
     ]
     family("wait_seconds", "summary", "How long readers waited for a shard, and for what.", waits)
-    for name, about in GAUGES.items():
-        rows = [row for row in gauges if row.get(name) is not None]
-        family(name, "gauge", about, [("", _dir_label(row["dir"]), row[name]) for row in rows])
+    for name, (about, key) in GAUGES.items():
+        rows = [row for row in gauges if row.get(key) is not None]
+        family(name, "gauge", about, [("", _dir_label(row["dir"]), row[key]) for row in rows])
     return "\n".join(lines) + "\n"
 
 

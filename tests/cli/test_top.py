@@ -23,7 +23,7 @@ def test_rates_cover_the_time_between_two_snapshots(make_cache, origin, clock, c
     origin.objects[URL] = DATA
     cache = make_cache(max_size=2 * len(DATA))
     cache.open(URL).read()
-    states = snapshots(cache, lambda: cache.config)
+    states = snapshots(cache)
     first = next(states)
     assert (first["seconds"], first["total"].opens) == (None, 0)
     Console().render(frame(first))
@@ -50,7 +50,7 @@ def test_a_running_download_is_shown_with_its_process(make_cache, origin, monkey
     origin.objects[URL] = DATA
     gate = threading.Event()
     cache = make_cache(validate=lambda path: gate.wait(PATIENCE) or None)
-    states = snapshots(cache, lambda: cache.config)
+    states = snapshots(cache)
 
     def shown():
         Console().render(frame(next(states)))

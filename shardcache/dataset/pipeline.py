@@ -425,22 +425,20 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 pending = state if state["worker"] == worker else pending
         if self._load < 0:
             self._loaded = {}
-        drop, is_resumed = 0, pending is not None and is_direct
-        if pending is not None:
+        drop = 0
+        if pending is not None and is_direct:
             run = _Run(*(pending.get(name, value) for name, value in vars(run).items()))
-            if not is_direct:
-                drop, run.passes = run.given, 0
+        elif pending is not None:
+            run = _Run(epoch, drop := pending["given"])
         self._run = copy.copy(run)
-        return run, opener, read, drop, is_resumed
+        return run, opener, read, drop
 
-    def _iterate(
-        self, run: _Run, opener: int, read: int, drop: int, is_resumed: bool
-    ) -> Iterator[Any]:
+    def _iterate(self, run: _Run, opener: int, read: int, drop: int) -> Iterator[Any]:
         """Yield the outputs of an epoch behind the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
+        is_empty = not run.given  # of a pass that continues, no output may be left
         while run.passes < self.repetitions and run.given < most:
-            is_empty = not (is_resumed and run.given)
-            for output in self._pass(run, opener, read, is_resumed):
+            for output in self._pass(run, opener, read):
                 is_empty = False
                 if drop:
                     drop -= 1
@@ -451,17 +449,17 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 if run.given >= most:
                     break
             passes = self.repetitions if is_empty else run.passes + 1
-            run, is_resumed = _Run(run.epoch, run.given, passes), False
+            run, is_empty = _Run(run.epoch, run.given, passes), True
         with self._shared() as shared:
             shared["is_read"] = False
         self._run = run
 
-    def _pass(self, run: _Run, opener: int, read: int, is_resumed: bool) -> Any:
+    def _pass(self, run: _Run, opener: int, read: int) -> Any:
         """Iterate once over the shards."""
         stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
         if read > opener:
             total = len(getattr(stages[0], "urls", ())) or sys.maxsize
-            shards = _Shards(self._cache, run, self.pipeline[opener:read], is_resumed, total)
+            shards = _Shards(self._cache, run, self.pipeline[opener:read], total)
             stages[read:read] = [shards.read]
             stages[opener : opener + 3] = [shards.places]
         source = self.invoke(stages[0])
@@ -572,10 +570,8 @@ def _batched(data: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
 class _Shards:
     """The shards of one pass. One with places that were not read is open, so it is not evicted."""
 
-    def __init__(
-        self, cache: Cache, run: _Run, stages: list[Any], is_resumed: bool, total: int
-    ) -> None:
-        self._cache, self._run, self._is_resumed, self._total = cache, run, is_resumed, total
+    def __init__(self, cache: Cache, run: _Run, stages: list[Any], total: int) -> None:
+        self._cache, self._run, self._total = cache, run, total
         self._handler = stages[0].kw["handler"] or wds.reraise
         self._is_indexed = True  # all shards so far. To resume, those after another are read again.
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
@@ -599,10 +595,9 @@ class _Shards:
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
         items = iter(data)
-        if self._is_resumed:
-            yield from self._replay(items)
-            if self._run.ended:
-                return
+        yield from self._replay(items)
+        if self._run.ended:
+            return
         for source in wds.url_opener(items, self._failed, cache=self._cache):
             if (opened := self._indexed(source)) is not None:
                 yield from self._enter(source["url"], len(opened), opened)
@@ -675,7 +670,7 @@ class _Shards:
     def read(self, places: Iterator[Any]) -> Iterator[Any]:
         """Yield the samples at places. A stage."""
         run = self._run
-        if self._is_resumed:
+        if run.counts or run.entered:  # of a state
             for place in islice(places, run.entered):
                 if type(place) is int:
                     self._left[place >> _BITS] -= 1

@@ -261,13 +261,9 @@ class ShardBatchSampler(Sampler[list[int]]):
         shuffle = whole("shuffle", mixed if shuffle is None else shuffle, 0)
         unit = math.lcm(lanes, world)
         if size % unit:
-            most = min(world, size + 1)
-            worlds = [str(n) for n in range(1, most) if size % math.lcm(lanes, n) == 0]
-            near = size // unit * unit
             raise ConfigError(
                 f"global_batch={size} cannot be divided among {lanes} lanes and {world} ranks. Use "
-                f"{f'{near} or ' if near else ''}{near + unit}"
-                f"{', or a world size of ' + ', '.join(worlds) if worlds else ''}."
+                f"a multiple of {unit}, or another number of lanes or ranks."
             )
         options = {"seed": self._seed, "lanes": lanes, "shuffle": shuffle}
         order: Order

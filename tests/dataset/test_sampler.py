@@ -137,7 +137,7 @@ def test_states_of_other_orders_are_refused_by_name(make):
         ({"lanes": 4}, "lanes was 2 and is 4"),
         ({"shuffle": 5}, "shuffle was 4 and is 5"),
         ({"counts": [*COUNTS[:-2], 19, 21]}, "other shards or counts of samples"),
-        ({"size": 45}, "global_batch=45 cannot be divided among 2 lanes.* Use 44 or 46"),
+        ({"size": 45}, "global_batch=45 cannot be divided among 2 lanes.* a multiple of 2"),
     ):
         with pytest.raises(ConfigError, match=name):
             make(**options).load_state_dict(state)
@@ -184,15 +184,14 @@ def test_states_and_arguments_may_be_integers_of_any_type(make):
 
 def test_numbers_that_do_not_fit_name_those_that_do(make):
     for options, text in (
-        ({"size": 50, "world": 4, "lanes": 2}, "Use 48 or 52, or a world size of 1, 2"),
-        ({"size": 2, "lanes": 4}, "4 lanes and 1 ranks. Use 4"),
+        ({"size": 50, "world": 4, "lanes": 2}, "2 lanes and 4 ranks. Use a multiple of 4"),
+        ({"size": 2, "lanes": 4}, "4 lanes and 1 ranks. Use a multiple of 4"),
         ({"size": 1000}, "880 samples fill no batch of 1000. Use global_batch=880"),
         ({"counts": [0, 0]}, "0 samples fill no batch"),
         ({"size": 0}, "global_batch=0 is not a whole number from 1"),
         ({"rank": 4, "world": 4}, "rank=4 is not a whole number from 0 to 3"),
         ({"rank": -1, "world": 4}, "rank=-1 is not"),
         ({"world": 0}, "world_size=0 is not a whole number from 1"),
-        ({"world": 10**12}, "Use 1000000000000, or a world size of 1, 2, 3"),
         ({"size": "48"}, "global_batch='48' is not"),
         ({"lanes": 2.0}, "lanes=2.0 is not"),
         ({"shuffle": -1}, "shuffle=-1 is not a whole number from 0"),

@@ -102,14 +102,7 @@ def permutation(count: int, key: Key) -> Samples:
 
 
 class Order:
-    """The order of a data set's samples in every epoch.
-
-    Args:
-        counts: the number of samples of each shard.
-        seed: any whole number.
-        lanes: number of lanes, at least 1.
-        shuffle: number of segments of the window; 0 keeps the order of the data set.
-    """
+    """The order of a data set's samples in every epoch; with ``shuffle=0``, that of its shards."""
 
     def __init__(
         self, counts: Sequence[int] | Samples, *, seed: int, lanes: int, shuffle: int
@@ -295,15 +288,9 @@ def split(position: Any, shares: Sequence[int]) -> list[Any]:
 class MixedOrder(Order):
     """The order of a mixture's samples in every epoch.
 
-    Args:
-        parts: the name of each part, and the number of samples of each of its shards.
-        schedule: the first epochs of periods with equal weights, from 0 on, and the shares of the
-            parts in each, as `split` takes them.
-        samples: the number of samples of an epoch.
-        seed, lanes, shuffle: as those of `Order`, for each part.
-
-    Raises:
-        ConfigError: a part has fewer samples than there are lanes.
+    ``parts`` has the number of samples per shard of each part, and ``schedule`` the first epochs of
+    periods with equal weights, from 0 on, and the shares of the parts in each, as `split` takes
+    them. Raises ConfigError if a part has fewer samples than there are lanes.
     """
 
     def __init__(

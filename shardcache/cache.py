@@ -32,16 +32,9 @@ from shardcache.reading.stream import open_shard, pin_shard
 from shardcache.space import eviction
 from shardcache.space.eviction import CleanReport, Limits, Reason
 from shardcache.stats import database
+from shardcache.store import root
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Store, open_first
-from shardcache.store.root import (
-    check_root,
-    check_usable,
-    is_read_only,
-    make_root,
-    remove_root,
-    require_cache,
-)
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
 from shardcache.urls import COMPLETE, ShardURL
@@ -113,13 +106,13 @@ class Cache:
         self._setup(config, run_of_this_process()[0] or clock.time())
         Modes.of(config.shared_group)  # raises an error for a user outside the group
         try:
-            check_usable(config)
+            root.check_usable(config)
         except ConfigError as exn:
             if config.strict:
                 raise
             # Before workers are started, so that not each of them logs it.
             log_unusable(exn, config.dir, detect())
-        if is_read_only(config.dir):
+        if root.is_read_only(config.dir):
             log_read_only(config.dir, detect())
 
     @classmethod
@@ -453,14 +446,14 @@ class Cache:
             LockTimeoutError: another process is cleaning.
             OSError: the filesystem is read-only or failing.
         """
-        require_cache(self.dir)
+        root.require_cache(self.dir)
         sweep_only = orphans and max_size is min_free is max_age is None
         process = self.process
         reports = []
         for tier in process.present:
-            if not dry_run and os.geteuid() != 0:  # root may clean the caches of other users
-                check_root(tier.config)
-            if not dry_run and is_read_only(tier.config.dir):
+            if not dry_run and os.geteuid() != 0:  # the superuser cleans for all users
+                root.check_root(tier.config)
+            if not dry_run and root.is_read_only(tier.config.dir):
                 raise OSError(errno.EROFS, "it cannot be written", str(tier.config.dir))
             given = {"max_age": max_age}
             if tier is process.home:  # other tiers keep their own limits
@@ -474,7 +467,7 @@ class Cache:
             is_used = reports[-1].kept or live_sessions(tier.node)
             if remove_dir and everything and not (dry_run or is_used):
                 process.counters.flush()  # which writes into the directory
-                remove_root(tier.node)
+                root.remove_root(tier.node)
         return eviction.merged(reports)
 
     def verify(
@@ -502,7 +495,7 @@ class Cache:
         """
         from shardcache.store.verify import VerifyStatus, verify
 
-        require_cache(self.dir)
+        root.require_cache(self.dir)
         process = self.process
         return verify(
             list(self._matching(specs)),
@@ -528,7 +521,7 @@ class Cache:
             self.process.refuse_in_place(shard)
         until = None if seconds is None else clock.time() + parse_duration(seconds)
         for config in self.config.by_tier():
-            node = make_root(config)
+            node = root.make_root(config)
             for shard in shards:
                 eviction.pin(node, shard, until)
         return shards
@@ -539,7 +532,7 @@ class Cache:
 
     def unpin(self, specs: Specs) -> list[ShardURL]:
         """Unpin shards; return those that were pinned. Arguments and errors are as in `pin`."""
-        require_cache(self.dir)
+        root.require_cache(self.dir)
         shards, keys = self.select(specs, pinned=True), set[str]()
         for tier in self.process.present:
             keys |= {shard.key for shard in shards if eviction.unpin(tier.node, shard.key)}
@@ -556,7 +549,7 @@ class Cache:
         Returns the size of the removed entries in bytes, and the number of entries that remain.
         Raises the errors of `select` and `clean`.
         """
-        require_cache(self.dir)
+        root.require_cache(self.dir)
         keys = [shard.key for shard in self.select(specs)]
         freed = stay = 0
         for tier in self.process.present:

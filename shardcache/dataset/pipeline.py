@@ -257,7 +257,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
-        zeros = dict.fromkeys(("epoch", "loads", "continued", "is_read"), 0)
+        zeros = dict.fromkeys(("epoch", "loads", "is_loaded", "is_read"), 0)
         self._record = _Record({**zeros, "begun": []})
         _pipelines.add(self)
         self._seed = crc32(str(seed).encode())
@@ -312,8 +312,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """Return whether the next iteration will continue the state that was loaded."""
         if self._load < 0:
             return bool(self._loaded)
-        is_new: bool = self._load > shared["continued"]
-        return is_new and self._loaded["epoch"] == shared["epoch"]
+        return bool(shared["is_loaded"] and self._loaded.get("epoch") == shared["epoch"])
 
     def _state(self, run: _Run) -> dict[str, Any]:
         stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
@@ -336,7 +335,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._load = -1
         if get_worker_info() is None:
             with self._shared() as shared:
-                shared["epoch"] = state["epoch"]
+                shared["epoch"], shared["is_loaded"] = state["epoch"], True
                 self._load = shared["loads"] = shared["loads"] + 1
 
     def _refuse_other(self, state: Mapping[str, Any], *names: str) -> None:
@@ -396,15 +395,14 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if not begun:
                 if self._load < 0 and self._loaded:
                     shared["epoch"] = self._loaded["epoch"]
-                load = self._load if self._is_waiting(shared) else 0
-                begun = [(name, shared["epoch"], load)]
+                is_continued = self._is_waiting(shared)
+                begun = [(name, shared["epoch"], is_continued)]
                 shared["begun"] = [*shared["begun"][1 - _REMEMBERED :], *begun]
-                shared["continued"] = max(load, shared["continued"])
+                shared["is_loaded"] &= not is_continued
                 shared["epoch"] += 1
                 shared["is_read"] = info is not None
-            _, epoch, load = begun[0]
-        is_same = self._load < 0 or self._load == load > 0
-        return epoch, is_same and self._loaded.get("epoch") == epoch
+            _, epoch, is_continued = begun[0]
+        return epoch, (is_continued or self._load < 0) and self._loaded.get("epoch") == epoch
 
     def __iter__(self) -> Iterator[Any]:
         try:
@@ -695,8 +693,7 @@ class _Shards:
         self._count()
 
     def _sample(self, place: int) -> dict[str, Any]:
-        number = place >> _BITS
-        index = place - (number << _BITS)
+        number, index = divmod(place, 1 << _BITS)
         self._left[number] -= 1
         opened = self._opened.get(number)
         if opened is None or opened.is_lost:

@@ -594,9 +594,8 @@ class _Shards:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
         items = iter(data)
         yield from self._replay(items)
-        if self._run.ended:
-            return
-        for source in wds.url_opener(items, self._failed, cache=self._cache):
+        ended = bool(self._run.ended)
+        for source in () if ended else wds.url_opener(items, self._failed, cache=self._cache):
             if (opened := self._indexed(source)) is not None:
                 yield from self._enter(source["url"], len(opened), opened)
                 del opened, source  # only `_opened` keeps the shard open

@@ -263,15 +263,8 @@ def attach(
     if not cache.config.cache_local:
         _warn_of_mounts(urls, cache)
     if type(stages[0]) is shardlists.SimpleShardList:  # others may be endless
-        splits = shardlists.split_by_node, shardlists.split_by_worker
-        before = functions[1 : functions.index(url_opener)]
-        known = {*before} <= {*splits, filters.shuffle.f}  # no splitter of the user's own
-        shuffles = [number for number, each in enumerate(before, 1) if each is filters.shuffle.f]
-        # Without a seed, each rank and worker draws another order.
-        unseeded = [n for n in shuffles if _call_of(stages[n])[2].get("seed") is None]
-        is_mixed = not is_reseeded and any(s in before[n:] for n in unseeded for s in splits)
-        by = [split in before for split in splits]
-        check = _check_readers, len(urls), *by, known, is_mixed, cache
+        before = stages[1 : functions.index(url_opener)]
+        check = _check_readers, len(urls), before, is_reseeded, cache
         stages.insert(1, filters.FilterFunction(*check))
     pipeline[:] = stages
     cache.prepare(urls[0] if urls else None)
@@ -358,19 +351,23 @@ def _warn_of_mounts(urls: list[str], cache: Cache) -> None:
 
 
 def _check_readers(
-    data: Any,
-    shards: int,
-    by_node: bool,
-    by_worker: bool,
-    known: bool,
-    is_mixed: bool,
-    cache: Cache,
+    data: Any, shards: int, before: list[Any], is_reseeded: bool, cache: Cache
 ) -> Any:
     """Log, once per job, that ranks and workers do not share the shards of a pipeline. A stage."""
+    from webdataset import filters, shardlists
     from webdataset.utils import pytorch_worker_info  # which splits the shards as well
 
     _, ranks, _, workers = pytorch_worker_info()
-    if is_mixed and ranks * workers > 1 and is_new("shuffled", cache):
+    splits = shardlists.split_by_node, shardlists.split_by_worker
+    functions = [_call_of(stage)[0] for stage in before]  # before the shards are opened
+    by_node, by_worker = (split in functions for split in splits)
+    known = {*functions} <= {*splits, filters.shuffle.f}  # no splitter of the user's own
+    is_shuffled = is_mixed = False
+    for function, _, options in map(_call_of, before):
+        # Without a seed, each rank and worker draws another order.
+        is_shuffled |= function is filters.shuffle.f and options.get("seed") is None
+        is_mixed |= is_shuffled and function in splits
+    if is_mixed and not is_reseeded and ranks * workers > 1 and is_new("shuffled", cache):
         logger.warning(
             "this pipeline shuffles the shards before it splits them, in another order in each "
             "rank and worker. So some samples are read several times, and others not at all. Put "

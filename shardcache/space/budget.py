@@ -49,7 +49,8 @@ _SHARE = 50
 #: With this many entries or more, an eviction removes an extra 2 % of the sample, but at most 1 %
 #: of the cache, so that one admission in twenty lists a sample.
 _MANY = 100
-#: `Space.contents` counts at least this many shards, or all; the estimate is within 4 %.
+#: If the numbers are unknown, at least this many shards are counted, or all of them; an estimate
+#: from these is within 4 %.
 _COUNTED = 10_000
 #: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
 #: turn, so several in a row may hold more than the average.
@@ -104,8 +105,9 @@ class _Usage:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts that were counted."""
-        return sum(size for size in self.parts if size is not None)
+        """The bytes of all parts, estimated from those that were counted."""
+        known = [size for size in self.parts if size is not None]
+        return sum(known) * _PARTS // max(1, len(known))
 
     def listed_to(self, part: int) -> None:
         """Note that the parts up to this one were listed now."""
@@ -343,12 +345,14 @@ class Space:
             yield entries, size
 
     def _count(self, usage: _Usage) -> None:
-        """Count the parts whose bytes are unknown."""
-        if unknown := [part for part, size in enumerate(usage.parts) if size is None]:
-            for _ in self._list(usage, unknown):
-                pass
+        """Count the parts whose bytes are unknown, until `_COUNTED` shards are counted."""
+        unknown = [part for part, size in enumerate(usage.parts) if size is None]
+        left = math.inf if self.node.grace is not None else _COUNTED
+        for entries, _ in self._list(usage, unknown) if unknown else ():
+            if (left := left - len(entries)) <= 0:
+                break
         if len(unknown) == _PARTS:
-            usage.listed = clock.monotonic()
+            usage.listed_to(usage.next - 1)
 
     @contextlib.contextmanager
     def _usage(self) -> Iterator[_Usage]:

@@ -301,6 +301,25 @@ def test_the_count_survives_a_boot_and_samples_correct_it(large: Bench) -> None:
     assert large.used() <= large.space.max_size
 
 
+@pytest.mark.locks_work("flock", "answers")
+def test_a_large_cache_is_counted_by_a_few_admissions(make, monkeypatch) -> None:
+    monkeypatch.setattr(budget, "_COUNTED", 100)
+    bench, counts, inodes = make(*700 * [1000]), list[int](), set[int]()
+    bench.shelve(600, 1000)
+
+    def list_part(part: str) -> list[Entry]:
+        counts[-1] += len(entries := list(bench.real_entries(part)))
+        return entries
+
+    monkeypatch.setattr(bench.store, "entries", list_part)
+    for number in range(600, 608):
+        counts.append(0)
+        bench.admit(f"s3://lab/{number:04d}.tar", 1000).discard()
+        inodes.add(bench.layout.usage.stat().st_ino)
+    assert max(counts) < 130 and sum(counts) == 600
+    assert len(inodes) == 1  # ext4 would flush a file that replaces another one
+
+
 @pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_root), "network"])
 def test_small_shards_take_no_more_of_the_disk_than_max_size(tmp_path, monkeypatch, kind) -> None:
     shop, real = Shop(tmp_path, count=12), os.statvfs

@@ -101,26 +101,7 @@ def test_no_sample_of_a_part_comes_again_before_all_others(trio):
     assert len(by_part["web"]) < 1000 and len(by_part["code"]) > 10 * 37
 
 
-def test_worlds_of_8_then_2_then_4_read_the_same_batches(trio):
-    data = mixed(trio, {**WEIGHTS, "math": {0: 0.2, 2: 0.9}}, 240)
-    expected = [batch for whole in [sampler(data)] for _ in range(3) for batch in read([whole])]
-    found, state = [], None
-    for world, most in ((8, 3), (2, 9), (4, 5), (1, None), (8, None)):
-        ranks = [sampler(data, world=world, rank=rank) for rank in range(world)]
-        for each in ranks if state else ():
-            each.load_state_dict(json.loads(state))
-        while most is None or most > 0:  # also beyond the end of an epoch
-            part = read(ranks, most)
-            found += part
-            most = most and most - len(part)
-            if most is None:
-                break
-        (state,) = {json.dumps(each.state_dict()) for each in ranks}
-        assert len(state) < 300
-    assert found == expected
-
-
-def test_a_random_position_gives_what_reading_from_the_start_gives(make):
+def test_ranks_continue_at_a_random_position_as_one_that_reads_from_the_start(make):
     draw = random.Random(4)
     for number in range(30):
         counts = [
@@ -129,24 +110,26 @@ def test_a_random_position_gives_what_reading_from_the_start_gives(make):
         parts = {f"{number}-{n}": make(f"{number}-{n}", each) for n, each in enumerate(counts)}
         weights = {name: {0: draw.random(), 2: draw.choice([0, 1e-9, 3])} for name in parts}
         weights[f"{number}-0"] = 1
-        samples, lanes = draw.randint(30, 200), draw.randint(1, 4)
-        whole, other = (
-            sampler(mixed(parts, weights, samples), 4 * lanes, lanes=lanes, drop_last=number % 2)
-            for _ in range(2)
-        )
-        for _ in range(draw.randint(0, 3)):
-            read([whole])
-        batches, at = read([whole], (most := len(whole) - 1)), draw.randrange(most)
-        other.load_state_dict(whole.state_dict(batch=at))
-        assert read([other], most - at) == batches[at:]
+        data, lanes = mixed(parts, weights, draw.randint(30, 200)), draw.randint(1, 4)
+        options = {"size": 4 * lanes, "lanes": lanes, "drop_last": number % 2}
+        whole, world = sampler(data, **options), draw.choice([1, 2, 4])
+        for _ in range(draw.randint(1, 4)):
+            batches = read([whole])
+        state = json.dumps(whole.state_dict(batch=(at := draw.randrange(len(whole)))))
+        ranks = [sampler(data, world=world, rank=rank, **options) for rank in range(world)]
+        for each in ranks:
+            each.load_state_dict(json.loads(state))
+        assert read(ranks) == batches[at:]
+        assert read(ranks, 2) == read([whole], 2)  # of the next epoch
 
 
 def test_weights_change_only_with_an_epoch_that_has_not_begun(trio):
     first = sampler(mixed(trio, WEIGHTS, 240))
     read([first])
-    border, state = first.state_dict(), None
+    border = first.state_dict()
     read([first], 3)
     state = first.state_dict()
+    assert len(json.dumps(state)) < 300
     later = {**WEIGHTS, "web": {0: 0.5, 1: 5.0}}
     changed = sampler(mixed(trio, later, 240))
     changed.load_state_dict(border)

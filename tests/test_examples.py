@@ -1,8 +1,8 @@
 """The examples run unchanged: alone, under torchrun, and as a batch file of Slurm."""
 
 import re
-from collections import defaultdict
-from itertools import product
+from collections import Counter, defaultdict
+from itertools import chain, product
 
 import pytest
 
@@ -58,60 +58,47 @@ def test_a_script_prewarms_and_trains(name, s3, bucket, s3_environment, proxy, t
         assert ranks == 1 or {0, 1} <= {each.rank for each in cache.samples() if each.counters}
 
 
+@pytest.fixture
+def resume(tmp_path):
+    """Kill an example at its first checkpoint, and run it to the end; returns what both listed."""
+
+    def resume(name, ranks, *options):
+        listed, saved = tmp_path / "listed", tmp_path / "run.pt"
+        command = [str(EXAMPLES / name), *options, "--list", str(listed), "--every", "3"]
+        command += ["--checkpoint", str(saved), "--dir", str(tmp_path / "cache")]
+        run_ranks(2, command, kill_when=saved.exists)
+        assert "epoch 1 is complete" in run_ranks(ranks, command).stdout
+        return [line.split() for line in listed.read_text().splitlines()]
+
+    return resume
+
+
 @pytest.mark.parametrize("mixed", [False, True])
-def test_training_resumes_an_epoch_exactly(mixed, s3, bucket, s3_environment, proxy, tmp_path):
-    batch = 16
+def test_training_resumes_an_epoch_exactly(mixed, resume, s3, bucket, s3_environment, proxy):
     data = DataSet(s3, bucket, proxy, 16, 12)
-    command = [str(EXAMPLES / "resume.py"), data.spec, "--batch", f"{batch}", "--every", "3"]
+    options = [data.spec, "--workers", "1"]
     if mixed:
-        command[1:2] = [
-            data.spec.replace("0015}", "0011}"),
-            "--mix",
-            data.spec.replace("{0000", "{0012"),
-            "3",
-        ]
-
-    def train(ranks, name, **options):
-        """Train with a checkpoint, and return the keys of each batch, of all runs with it."""
-        listed, saved = tmp_path / f"{name}.txt", tmp_path / name
-        places = [
-            "--list",
-            str(listed),
-            "--checkpoint",
-            str(saved),
-            "--dir",
-            str(tmp_path / "cache"),
-        ]
-        if options:
-            options = {"kill_when": saved.exists}
-        done = run_ranks(ranks, [*command, *places], **options)
-        batches = defaultdict(set)
-        for epoch, number, key in map(str.split, listed.read_text().splitlines()):
-            batches[epoch, number].add(key)
-        return done.stdout, batches
-
-    train(2, "run.pt", kill=True)
-    output, batches = train(1, "run.pt")
-    assert "epoch 1 is complete" in output
+        first, second = (data.spec.replace(*part) for part in (("15}", "11}"), ("{0000", "{0012")))
+        options = [first, "--mix", second, "3", "--workers", "0"]
+    batches = defaultdict(set)
+    for epoch, number, key in resume("resume.py", 1, *options, "--batch", "16"):
+        batches[epoch, number].add(key)
     # Both runs trained some of the batches, which are the same ones with one rank and with two.
-    assert {len(keys) for keys in batches.values()} == {batch}
-    if mixed:  # the part is read more than once in each epoch
-        assert batches == train(1, "whole.pt")[1]
-        return
-    for each in "01":
-        assert data.complete(key for at, keys in batches.items() if at[0] == each for key in keys)
+    assert {len(keys) for keys in batches.values()} == {16}
+    counts = Counter(key for keys in batches.values() for key in keys)
+    if mixed:  # in two epochs of 144 samples, 72 of the first 144, and 216 of the other 48
+        assert Counter(counts[key] for key in data.keys) == {0: 72, 1: 72, 4: 24, 5: 24}
+    else:
+        for each in "01":
+            epoch = [keys for at, keys in batches.items() if at[0] == each]
+            assert data.complete(chain(*epoch))
     assert data.once()
 
 
-def test_a_pipeline_resumes_an_epoch_exactly(s3, bucket, s3_environment, proxy, tmp_path):
+def test_a_pipeline_resumes_an_epoch_exactly(resume, s3, bucket, s3_environment, proxy):
     data = DataSet(s3, bucket, proxy, 16, 12)  # 48 samples for each of 2 x 2 workers
-    listed, saved = tmp_path / "listed", tmp_path / "run.pt"
-    command = [str(EXAMPLES / "resume_pipeline.py"), data.spec, "--list", str(listed)]
-    command += ["--checkpoint", str(saved), "--dir", str(tmp_path / "cache"), "--every", "3"]
-    run_ranks(2, command, kill_when=saved.exists, SHARDCACHE_MIN_FREE="0")
-    assert "epoch 1 is complete" in run_ranks(2, command, SHARDCACHE_MIN_FREE="0").stdout
     # Both runs trained some of the batches, which are the same ones.
-    batches = {tuple(line.split()) for line in listed.read_text().splitlines()}
+    batches = {*map(tuple, resume("resume_pipeline.py", 2, data.spec))}
     for each in "01":
         assert data.complete(key for _, epoch, *keys in batches if epoch == each for key in keys)
     assert data.once()

@@ -10,6 +10,7 @@ import pickle
 import random
 import threading
 import time
+import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, product
@@ -201,7 +202,7 @@ def of_files(make, open_cache, tmp_path):
     return lambda *stages: make(*stages, urls=[*map(str, paths)], cache=open_cache())
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_plain_loader_continues_in_the_seventh_epoch(of_files, method):
     def loaded(state=None):
         dataset = of_files(wds.shuffle(20), wds.map(key_of))
@@ -476,27 +477,17 @@ def test_all_workers_read_the_same_epoch(of_files, before):
     elif before == "fewer workers":
         flat(batches_of(dataset, 1))
     else:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError) as caught:
             flat(batches_of(dataset, worker_init_fn=fail))
+        traceback.clear_frames(caught.tb)  # ends the workers; a collection of garbage waits 10 s
     for _ in range(2):
         torch.manual_seed(0)  # so that all iterations have one seed
         assert sorted(flat(batches_of(dataset))) == KEYS[:46]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_the_workers_of_a_copy_read_one_epoch(of_files, copied):
-    dataset = copied(of_files(wds.shuffle(5)))
+def test_the_workers_of_a_copy_read_one_epoch(of_files):
+    dataset = pickle.loads(pickle.dumps(of_files(wds.shuffle(5))))
     assert sorted(flat(batches_of(dataset))) == sorted(flat(batches_of(dataset))) == KEYS[:46]
-
-
-def test_two_loaders_at_once_read_an_epoch_each(of_files):
-    dataset = of_files(wds.shuffle(5))
-
-    def wait(worker):  # until the other loader's worker has joined
-        time.sleep(worker * 0.5)
-
-    pairs = [*zip(batches_of(dataset, worker_init_fn=wait), batches_of(dataset), strict=True)]
-    assert sorted(flat(one for one, _ in pairs)) == sorted(flat(two for _, two in pairs))
 
 
 class Twice(IterableDataset):
@@ -515,27 +506,33 @@ def in_thread(dataset):
         return pool.submit(list, dataset).result()
 
 
-@pytest.mark.parametrize("through", [iter, copy.deepcopy, copy.copy, in_thread])
-def test_workers_may_read_a_pipeline_again(of_files, through):
-    dataset = Twice(of_files(wds.shuffle(5)), through)
-    loader = batches_of(dataset, timeout=60)
+@pytest.mark.parametrize("through", [iter, copy.deepcopy, copy.copy, in_thread, None])
+def test_workers_may_read_a_pipeline_again_or_another_one(of_files, through):
+    dataset = of_files(wds.shuffle(5))
+    both = Twice(dataset, through) if through else ChainDataset([dataset, of_files()])
+    loader = batches_of(both, timeout=60)
     assert sorted(flat(loader)) == sorted(flat(loader)) == sorted(2 * KEYS[:46])
 
 
-def test_workers_may_read_one_pipeline_after_the_other(of_files):
-    loader = batches_of(ChainDataset([of_files(wds.shuffle(5)), of_files()]), timeout=60)
-    assert sorted(flat(loader)) == sorted(flat(loader)) == sorted(2 * KEYS[:46])
-
-
-@pytest.mark.parametrize("is_tracked", [False, True])
-def test_loaders_with_equal_seeds_read_an_epoch_each(of_files, is_tracked):
+@pytest.mark.parametrize(
+    ("is_tracked", "waits"),  # seconds before the workers of each loader begin
+    [
+        (False, ((0, 0.5), (0, 0))),  # the last one when the other loader's workers have begun
+        (False, ((0.6, 0.6), (0.3, 0.3))),
+        (True, ((0.6, 0.6), (0.3, 0.3))),  # `two` begins when `one` is tracked, but has not begun
+    ],
+)
+def test_loaders_with_equal_seeds_read_an_epoch_each(of_files, is_tracked, waits):
     dataset = of_files(wds.shuffle(5))
     one, two = (
         batches_of(
-            dataset, generator=torch.Generator().manual_seed(0), worker_init_fn=each, timeout=60
+            dataset,
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=lambda worker, own=own: time.sleep(own[worker]),
+            timeout=60,
         )
-        for each in (lambda worker: time.sleep(0.6), lambda worker: time.sleep(0.3))
-    )  # `two` begins when `one` is tracked, but before it begins
+        for own in waits
+    )
     pairs = [*zip(dataset.track(one) if is_tracked else one, two, strict=True)]
     assert sorted(flat(each for each, _ in pairs)) == KEYS[:46]
     assert sorted(flat(each for _, each in pairs)) == KEYS[:46]
@@ -596,10 +593,10 @@ def test_a_forked_process_goes_on_with_the_epochs_of_its_parent(of_files):
     assert together(1, child) == [[7, 7]] and dataset.epoch == 0
 
 
-def read_in_rank(rank, dataset, workers, directory):
+def read_in_rank(rank, dataset, directory):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     found = []
-    for epoch in range(2):
+    for epoch, workers in enumerate((0, 0, 2, 2)):
         (directory / f"{epoch}-{rank}").touch()
         wait_until((directory / f"{epoch}-{1 - rank}").exists)
         forked = {"multiprocessing_context": "fork"} if workers else {}
@@ -607,14 +604,12 @@ def read_in_rank(rank, dataset, workers, directory):
     (directory / f"{rank}.json").write_text(json.dumps([found, dataset.epoch]))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_ranks_that_torch_spawns_count_their_own_epochs(of_files, tmp_path, workers):
-    arguments = of_files(wds.shuffle(5)), workers, tmp_path
-    torch.multiprocessing.spawn(read_in_rank, arguments, nprocs=2)
+def test_ranks_that_torch_spawns_count_their_own_epochs(of_files, tmp_path):
+    torch.multiprocessing.spawn(read_in_rank, (of_files(wds.shuffle(5)), tmp_path), nprocs=2)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for epochs in zip(*(found for found, _ in ranks), strict=True):
         assert sorted(key for epoch in epochs for key in epoch) == KEYS[:46]
-    assert ranks[0][0][0] != ranks[0][0][1] and ranks[0][1] == ranks[1][1] == 2
+    assert len({*map(str, ranks[0][0])}) == ranks[0][1] == ranks[1][1] == 4
 
 
 def test_a_seed_that_a_shuffle_states_is_obeyed(make, make_cache):

@@ -14,7 +14,7 @@ from tests.support.storetools import room, together
 from tests.support.tars import sample_tar
 
 COUNTS = [20, 20, 0, 20, 1, *[20] * 19]  # 441 samples: the last one fills no batch
-WINDOW, EPOCHS = 4, 3
+WINDOW, EPOCHS = 4, 2
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import tomllib
 import warnings
 
 import pytest
+import torch  # noqa: F401 - once, and not in each process that runs a block
 import yaml
 
 from shardcache import config, default_cache, sync

@@ -223,10 +223,11 @@ def test_threads_are_added_only_while_the_interpreter_is_idle(
         counts.add(sum(each.name == "shardcache-prewarm" for each in threading.enumerate()))
         if max(counts) > 2:
             added.set()
-        added.wait(1) if idle else sum(range(2_000_000))
+        # Computes for a few milliseconds: one that takes 0.1 s would be a stall.
+        added.wait(1) if idle else sum(range(200_000))
 
-    origin.faults.extend([Fault(after=10**9, before=respond)] * 40)
-    make_cache().prewarm(fill(names(40)))
+    origin.faults.extend([Fault(after=10**9, before=respond)] * 90)
+    make_cache().prewarm(fill(names(90)))
     assert added.is_set() == idle
 
 

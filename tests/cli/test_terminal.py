@@ -57,12 +57,6 @@ def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, p
             screen.read(until=rf"{folder[:15]}\S*/train-0000\.tar ")
 
 
-def test_a_dumb_terminal_has_no_progress(spec):
-    with Screen("prewarm", spec, environment={"TERM": "dumb"}) as screen:
-        text, code = screen.end()
-    assert "\x1b" not in text and code == 0
-
-
 @pytest.mark.parametrize("columns", [60, 30])
 def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, columns):
     with Screen("ls", environment={"NO_COLOR": "1"}, columns=columns) as screen:

@@ -186,19 +186,19 @@ def memory(tmp_path, monkeypatch):
     return fsspec.filesystem("shardcache", target_protocol="memory", **options)
 
 
-def test_2000_opens_in_many_threads_share_one_cache(memory):
+def test_opens_in_many_threads_share_one_cache(memory):
     """fsspec makes a filesystem for each thread, and keeps it."""
-    memory.fs.pipe({f"/{n}.tar": SHARD for n in range(40)})
+    memory.fs.pipe({f"/{n}.tar": SHARD for n in range(4)})
 
     def read():
-        for n in range(40):
+        for n in range(4):
             url, options = f"shardcache::memory://{n}.tar", memory.storage_options
             with fsspec.open(url, shardcache={"dir": options["dir"]}) as stream:
                 assert stream.read(4) == SHARD[:4]
 
     read()
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(49):
+    for _ in range(20):
         thread = threading.Thread(target=read)
         thread.start()
         thread.join()

@@ -101,7 +101,7 @@ def test_a_reader_that_leaves_after_its_download_failed_has_missed(make_cache, o
 
 
 def test_a_download_that_its_reader_leaves_has_not_failed(make_cache, origin, urls):
-    origin.objects[urls[0]] = make_tar(1, members=20, size=BLOCK)
+    origin.objects[urls[0]] = make_tar(1, members=10, size=BLOCK)  # more than 16 MiB are missing
     origin.hold(2 * BLOCK)
     cache = make_cache(connections=1)
     with next(cache.url_opener(urls[:1]))["stream"] as stream:

@@ -12,7 +12,6 @@ from shardcache.errors import ShardCacheError
 #: variable in front. Words in capital letters are those of `names`.
 COMMANDS = [
     ("prewarm PIPE", r"SHARDCACHE_ALLOW_SCHEMES=\w+", "@ prewarm PIPE"),
-    ("prewarm zip://a.tar", r"SHARDCACHE_ALLOW_SCHEMES=\w+", "@ prewarm zip://a.tar"),
     ("prewarm FILE", r"SHARDCACHE_CACHE_LOCAL=1", "@ prewarm FILE"),
     ("run --env -o max_size=800", r"(?<=Write )\w+", "run --env -o max_size=@"),
     ("prewarm URL --max-size 800", r"(?<=Write )\w+", "prewarm URL --max-size @"),
@@ -37,7 +36,6 @@ COMMANDS = [
 ]  # fmt: skip
 #: A URL, arguments of `Cache`, the advice in the message, and the arguments that follow it (@).
 PYTHON = [
-    ("PIPE", "", r"allow_schemes=\[.*?\]", "@"),
     ("zip://a.tar", "", r"allow_schemes=\[.*?\]", "@"),
     ("FILE", "", r"cache_local", "@=True"),
     ("URL", "", r"storage_options={.*?}", "@"),

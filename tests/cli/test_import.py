@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.errors import IntegrityError
 from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import together
@@ -84,9 +83,9 @@ def test_a_wrong_argument_is_named(run, folder, url, bucket, source, prefix, cod
     assert found == code and text in err
 
 
-def test_another_file_than_the_cached_shard_is_refused(run, make_s3_cache, folder, url, data):
+def test_another_file_than_the_cached_shard_is_refused(run, open_cache, folder, url, data):
     file, other, same = folder / "train-0000.tar", folder / "other", folder / "same"
-    cache = make_s3_cache()
+    cache = open_cache()
     entry = cache.add(url, file)
     same.write_bytes(data[file.name])
     assert cache.add(url, same).directory == cache.add(url, file).directory == entry.directory
@@ -101,7 +100,9 @@ def test_another_file_than_the_cached_shard_is_refused(run, make_s3_cache, folde
 
 
 @pytest.mark.parametrize("part", [5, 8])
-def test_the_etag_of_a_multipart_upload_is_compared(s3, bucket, make_s3_cache, tmp_path, part):
+def test_the_etag_of_a_multipart_upload_is_compared(
+    s3, bucket, s3_environment, open_cache, tmp_path, part
+):
     content, client = make_tar(1, 80, 70_000), s3.client()
     where = {"Bucket": bucket, "Key": "big.tar"}
     upload = {**where, "UploadId": client.create_multipart_upload(**where)["UploadId"]}
@@ -114,22 +115,17 @@ def test_the_etag_of_a_multipart_upload_is_compared(s3, bucket, make_s3_cache, t
     assert done["ETag"].endswith(f'-{len(parts)}"') and len(parts) > 1
     file = tmp_path / "big.tar"
     file.write_bytes(content[:-1] + b"x")
-    cache = make_s3_cache()
+    cache = open_cache()
     with pytest.raises(IntegrityError, match="is not imported"):
         cache.add(f"s3://{bucket}/big.tar", file)
     file.write_bytes(content)
     assert cache.add(f"s3://{bucket}/big.tar", file).data.samefile(file)
 
 
-@pytest.fixture
-def make_s3_cache(tmp_path, s3_environment):
-    return lambda **options: Cache(tmp_path / "cache", **{"min_free": 0, **options})
-
-
-def test_a_file_that_may_still_change_is_copied(make_s3_cache, folder, url, data):
+def test_a_file_that_may_still_change_is_copied(open_cache, folder, url, data):
     file = folder / "train-0000.tar"
     with file.open("r+b") as writer:
-        entry = make_s3_cache().add(url, file)
+        entry = open_cache().add(url, file)
         assert file.stat().st_nlink == 1
         writer.write(b"changed")
     assert not entry.data.samefile(file) and mode(file) == 0o644 and mode(entry.data) == 0o400
@@ -137,7 +133,7 @@ def test_a_file_that_may_still_change_is_copied(make_s3_cache, folder, url, data
 
 
 def test_a_file_that_changes_while_it_is_copied_is_not_imported(
-    make_s3_cache, folder, url, monkeypatch
+    open_cache, folder, url, monkeypatch
 ):
     file, sendfile = folder / "train-0000.tar", os.sendfile
     with file.open("r+b") as writer:  # so that it is copied
@@ -148,46 +144,44 @@ def test_a_file_that_changes_while_it_is_copied_is_not_imported(
             return sendfile(*args)
 
         monkeypatch.setattr("os.sendfile", copy)
-        cache = make_s3_cache()
+        cache = open_cache()
         with pytest.raises(IntegrityError, match="is not imported"):
             cache.add(url, file)
     assert cache.path(url) is None and not list((cache.dir / "v1/partial").iterdir())
 
 
 @needs_root
-def test_a_file_on_a_read_only_disk_is_copied_into_the_first_tier(
-    make_s3_cache, url, data, tmp_path
-):
+def test_a_file_on_a_read_only_disk_is_copied_into_the_first_tier(open_cache, url, data, tmp_path):
     with disk(tmp_path / "snapshot", "size=8m") as source:
         (source / "x.tar").write_bytes(data["train-0000.tar"])
         os.utime(source / "x.tar", (0, 0))
         remount(source, "ro")
-        cache = make_s3_cache(tiers=[{"dir": tmp_path / "fast", "min_free": 0}])
+        cache = open_cache(tiers=[{"dir": tmp_path / "fast", "min_free": 0}])
         entry = cache.add(url, source / "x.tar")
     assert (tmp_path / "fast") in entry.path.parents
     assert entry.data.read_bytes() == data["train-0000.tar"]
 
 
-def test_ranks_link_what_one_of_them_imported(make_s3_cache, folder, url, monkeypatch):
+def test_ranks_link_what_one_of_them_imported(open_cache, folder, url, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     file = folder / "train-0000.tar"
-    first = make_s3_cache(isolation="rank").add(url, file)
+    first = open_cache(isolation="rank").add(url, file)
     monkeypatch.setenv("RANK", "1")
-    second = make_s3_cache(isolation="rank").fetch(url)
+    second = open_cache(isolation="rank").fetch(url)
     assert first.directory != second.directory and second.data.samefile(file)
 
 
-def test_two_processes_import_one_file_at_once(make_s3_cache, folder, url, proxy):
+def test_two_processes_import_one_file_at_once(open_cache, folder, url, proxy):
     file = folder / "train-0000.tar"
-    paths = together(2, lambda number: str(make_s3_cache().add(url, file).data))
+    paths = together(2, lambda number: str(open_cache().add(url, file).data))
     assert paths[0] == paths[1] and Path(paths[0]).samefile(file) and not proxy.fetches()
     assert file.stat().st_nlink == 2
 
 
-def test_a_file_whose_time_would_mark_it_as_replaced_is_copied(make_s3_cache, folder, url, proxy):
+def test_a_file_whose_time_would_mark_it_as_replaced_is_copied(open_cache, folder, url, proxy):
     file = folder / "train-0000.tar"
     os.utime(file, (0, 0))
-    with make_s3_cache() as cache:
+    with open_cache() as cache:
         assert not cache.add(url, file).data.samefile(file) and mode(file) == 0o644
         assert cache.open(url).read() == file.read_bytes() and not proxy.fetches()

@@ -20,11 +20,6 @@ def file(tmp_path):
     return tmp_path / "train.json"
 
 
-def test_a_directory_is_no_index_file(run, spec, tmp_path, proxy):
-    code, _, err = run("index", spec, "-o", tmp_path)
-    assert code == 2 and "is a directory" in err and not proxy.fetches()
-
-
 def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
     code, out, _ = run("index", spec, "-o", file)
     assert (code, out.splitlines()[0][:33]) == (0, "80 samples in 4 shards, counted i")

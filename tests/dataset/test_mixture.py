@@ -11,6 +11,7 @@ import webdataset as wds
 from torch.utils.data import DataLoader
 
 from shardcache import ConfigError, Mixture, ShardBatchSampler, TarDataset
+from tests.dataset.test_sampler import read
 from tests.support.tars import sample_tar
 
 
@@ -44,18 +45,6 @@ def sampler(data, size=24, world=1, rank=0, **options):
     return ShardBatchSampler(
         data, size, **{"lanes": 2, "shuffle": 3, "world_size": world, "rank": rank, **options}
     )
-
-
-def read(samplers, most=None):
-    """Return the global batches that these ranks read until the end of an epoch."""
-    batches, iterators = [], [iter(each) for each in samplers]
-    while most is None or len(batches) < most:
-        parts = [next(each, None) for each in iterators]
-        if None in parts:
-            assert parts == [None] * len(parts)
-            break
-        batches.append([int(number) for part in parts for number in part])
-    return batches
 
 
 def names(data, numbers):

@@ -188,7 +188,7 @@ class _Run:
 
 
 class _Record:
-    """What a process shares with the workers of its loaders: an object of JSON, in memory.
+    """The values that a process shares with the workers of its loaders, as JSON in memory.
 
     Workers open it by the path of the process's descriptor, so nothing is left when it dies.
     """

@@ -4,7 +4,6 @@ import gc
 import os
 
 import pytest
-from fsspec.implementations.local import LocalFileOpener
 
 from shardcache import TransferError
 from shardcache.errors import CacheFullError
@@ -93,7 +92,7 @@ def test_a_stream_past_the_cache_can_seek(full, origin):
 
 
 @pytest.mark.parametrize("when", ["before it is continued", "before its last bytes"])
-def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, monkeypatch, when):
+def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, fail_files, when):
     """A filesystem knows no conditional requests."""
     path, new = tmp_path / "a.bin", tmp_path / "new"
     path.write_bytes(DATA)
@@ -106,12 +105,7 @@ def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, monkeypatch,
         os.utime(new, (1, 1))
         new.rename(path)
         if when == "before it is continued":
-
-            def broken(file, size):
-                monkeypatch.undo()
-                raise OSError("reset")
-
-            monkeypatch.setattr(LocalFileOpener, "read", broken)
+            fail_files(-1)
         with pytest.raises(TransferError, match="was replaced"):
             stream.raw.readall()
 
@@ -163,19 +157,11 @@ def test_when_a_copy_is_replaced_the_rest_has_the_same_version(near, copy, origi
 
 
 @pytest.mark.parametrize("piece", [10_007, 2 * BLOCK])
-def test_a_read_after_an_error_skips_no_bytes(near, origin, monkeypatch, piece):
+def test_a_read_after_an_error_skips_no_bytes(near, origin, fail_files, monkeypatch, piece):
     """The copy fails within a block, and the origin fails once."""
-    got, served, errors, real = bytearray(), 0, 0, LocalFileOpener.read
-
-    def read_file(file, size):
-        nonlocal served
-        if served >= BLOCK + BLOCK // 2:
-            raise OSError("the NAS hangs")
-        served += len(data := real(file, min(size, BLOCK // 4)))
-        return data
-
+    got, errors = bytearray(), 0
     with near.open(URL) as stream:
-        monkeypatch.setattr(LocalFileOpener, "read", read_file)
+        fail_files(BLOCK + BLOCK // 2 - 1, most=BLOCK // 4)
         origin.faults.append(Fault(None))
         while errors < 3:
             try:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileOpener
 
 from examples.demo import S3Server
 from shardcache.cache import Cache
@@ -158,6 +159,24 @@ def origin() -> MemoryOrigin:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """Replace the library's clock; only sleeping advances it."""
     return FakeClock(monkeypatch)
+
+
+@pytest.fixture
+def fail_files(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that lets fsspec's reads of files fail after some bytes."""
+
+    def start(after: int, error: BaseException | None = None, most: int = 1 << 30) -> None:
+        left, real = [after], LocalFileOpener.read
+
+        def read(file: LocalFileOpener, size: int) -> bytes:
+            if left[0] < 0:
+                raise error or OSError("the server went away")
+            left[0] -= len(data := real(file, min(size, most)))
+            return data
+
+        monkeypatch.setattr(LocalFileOpener, "read", read)
+
+    return start
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import contextlib
 import fcntl
 import inspect
-import multiprocessing.util
 import os
-import pydoc
 import re
 import socket
 import threading
@@ -131,15 +129,6 @@ def test_a_session_belongs_to_one_process_and_ends_with_its_cache(make_cache):
     assert read(cache, URL) == DATA
 
 
-def test_a_cache_that_is_used_after_each_close_registers_nothing_more(make_cache):
-    caches = [make_cache() for _ in range(3)]
-    before = len(multiprocessing.util._finalizer_registry)
-    for cache in caches:
-        cache.close()
-        read(cache, URL)
-    assert len(multiprocessing.util._finalizer_registry) == before
-
-
 def paths_open_for_writing():
     """Return the paths that this process has open for writing, which include held locks."""
     paths = []
@@ -189,7 +178,3 @@ def test_a_cache_refuses_sockets_that_ignore_timeouts_of_the_kernel(tmp_path, mo
     monkeypatch.setattr(socket, "socket", type("GreenSocket", (), {}))
     with pytest.raises(ConfigError, match="gevent or eventlet would never time out"):
         Cache(tmp_path)
-
-
-def test_help_shows_what_is_computed_on_first_use():
-    assert "The cache as this process uses it" in pydoc.render_doc(Cache.process)

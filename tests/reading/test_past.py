@@ -14,7 +14,7 @@ from tests.support.tars import make_tar
 
 URLS = [f"s3://lab/{name}/0.tar" for name in "abc"]
 URL = URLS[0]
-LARGE = make_tar(1, 20, BLOCK // 2)  # 20 MiB: longer than the first part
+LARGE = make_tar(1, 4, BLOCK // 2)  # 4 MiB: longer than the first part
 DATA = make_tar(1, members=50, size=40_000)
 OTHER = make_tar(2, members=50, size=40_000)
 
@@ -29,7 +29,6 @@ def starts(origin):
 
 @pytest.fixture
 def large(origin):
-    """Shards of 20 MiB."""
     origin.states_checksums = False
     origin.objects.update({url: LARGE + bytes([n]) * 512 for n, url in enumerate(URLS)})
     return list(origin.objects.values())
@@ -37,7 +36,8 @@ def large(origin):
 
 @pytest.mark.parametrize("how", ["follow", "complete", "ahead"])
 def test_a_shard_larger_than_the_budget_costs_one_request(make_cache, origin, large, how):
-    cache = make_cache(max_size="10MiB", fill="follow" if how == "ahead" else how, prefetch=2)
+    fill = "follow" if how == "ahead" else how
+    cache = make_cache(max_size="2MiB", part_size="1MiB", fill=fill, prefetch=2)
     with no_descriptor_left():
         if how == "ahead":
             rows = cache.url_opener({"url": url} for url in URLS)
@@ -51,7 +51,7 @@ def test_a_shard_larger_than_the_budget_costs_one_request(make_cache, origin, la
 
 
 def test_a_response_without_a_reader_is_closed(make_cache, origin, large):
-    cache = make_cache(max_size="10MiB", strict=True)
+    cache = make_cache(max_size="2MiB", part_size="1MiB", strict=True)
     with pytest.raises(CacheFullError), cache.pinned(URL):
         pass
     with pytest.raises(CacheFullError):

@@ -39,41 +39,23 @@ def refresh(cache):
 @pytest.mark.parametrize("tiers", [[], ["1MB"]])
 @pytest.mark.parametrize("then", [OLD, NEW])
 def test_the_old_version_never_comes_back_by_itself(make_cache, origin, tmp_path, tiers, then):
+    """But an open stream keeps it."""
     options = {"tiers": [f"{tmp_path}/fast={size}" for size in tiers]}
     cache = make_cache(**options)
     cache.fetch(URL)
     with cache.open(URL) as stream:
+        first = stream.read(1000)
         origin.objects[URL] = NEW
-        refresh(cache)
-        assert read(cache) == NEW
+        assert read(make_cache(**options)) == OLD  # without a request
+        assert len(origin.requests) == 1 and not origin.stats
+        refresh(make_cache(**options))
+        assert read(cache) == NEW and versions_on_disk(cache) == 2
         cache.clean(everything=True)  # but the version that is read
         origin.objects[URL] = then
         assert read(make_cache(**options)) == read(cache) == then
-        assert stream.read() == OLD
+        assert first + stream.read() == OLD
     requested = len(origin.requests)
     assert read(make_cache(**options)) == then and len(origin.requests) == requested
-
-
-@pytest.mark.locks_work("flock")
-def test_all_caches_read_the_new_version_after_a_refresh(make_cache, origin, tmp_path):
-    """An open stream keeps the old version, which is removed later."""
-    running = make_cache()
-    assert read(running) == OLD
-    with running.open(URL) as stream:
-        first = stream.read(1000)
-        origin.objects[URL] = NEW
-        assert read(make_cache()) == OLD
-        assert len(origin.requests) == 1 and not origin.stats
-        refresh(make_cache())
-        assert versions_on_disk(running) == 2
-        assert read(running) == NEW
-        assert first + stream.read() == OLD
-    assert read(make_cache()) == NEW
-    refreshed = make_cache()
-    assert refreshed.prewarm([URL], refresh=True).cached == 1
-    refreshed.clean(max_size=room(tmp_path, len(NEW)))
-    assert (versions_on_disk(running), read(running)) == (1, NEW)
-    assert len(origin.requests) == 2
 
 
 @pytest.mark.locks_work("flock")

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -214,14 +213,3 @@ def test_without_flock_only_idle_partials_count_as_dead(layout, monkeypatch):
     assert not remove_leftover(layout, live)
     assert sweep(layout) == 2
     assert os.listdir(layout.partial) == [live.name]
-
-
-def test_a_poll_of_a_journal_takes_no_more_memory_than_it_has_bytes(layout):
-    partial = started(layout, [0, 1])
-    tracemalloc.start()
-    try:
-        assert read_journal(partial.path).written == 2 * BLOCK
-        assert tracemalloc.get_traced_memory()[1] < BLOCK
-    finally:
-        tracemalloc.stop()
-    partial.discard()

@@ -194,8 +194,7 @@ def test_a_read_after_a_seek_waits_for_its_bytes(make_cache, more):
 @pytest.mark.parametrize(
     ("readers", "members", "kept"),
     [
-        (["open"], 10, True),  # of 2 MiB each
-        (["open", "pipeline"], 10, True),
+        (["open", "pipeline"], 10, True),  # of 2 MiB each
         (["pipeline", "open"], 10, True),
         (["pipeline", "pipeline"], 10, False),
         (["pipeline", "pipeline"], 8, True),  # less than 16 MiB are missing

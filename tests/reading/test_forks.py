@@ -9,7 +9,7 @@ from tests.support.storetools import BLOCK, forked
 from tests.support.tars import make_tar
 from tests.support.webservers import Files, running
 
-DATA = make_tar(1, members=8, size=BLOCK)
+DATA = make_tar(1, members=3, size=BLOCK)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ URL, SHARD = "s3://lab/a.tar", make_tar(1)
 #: A shard of several blocks, whose download can be resumed.
 BIG_URL, BIG = "s3://lab/big.tar", make_tar(2, 700, 3000)
 TOKEN = "0" * 32
+PRECIOUS = b"precious" * 100
 
 
 def fetch_in(root: Path) -> str:
@@ -249,8 +250,9 @@ def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> 
             unmount(path)
 
 
-@pytest.mark.parametrize("content", [b"precious" * 100, b""], ids=["precious", "empty"])
-@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize(
+    ("link", "content"), [(os.link, PRECIOUS), (os.link, b""), (os.symlink, PRECIOUS)]
+)
 @pytest.mark.parametrize(
     "name",
     [

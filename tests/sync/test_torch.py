@@ -57,9 +57,9 @@ def rank(parent: Parent, number: int, port: int) -> None:
     parent.say(number == 0 and attempt(sync.barrier, "alone", timeout=0.3))
     if number == 0:
         sync.barrier("at work", timeout=PATIENCE)
-        parent.say(sync.once("slow", lambda: "taken over", lease=3, timeout=PATIENCE))
+        parent.say(sync.once("slow", lambda: "taken over", lease=1, timeout=PATIENCE))
         parent.hear()
-    parent.say(sync.once("slow", work, lease=3))
+    parent.say(sync.once("slow", work, lease=1))
     parent.say(attempt(sync.barrier, "end", timeout=PATIENCE))
 
 

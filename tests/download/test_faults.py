@@ -22,7 +22,6 @@ from shardcache import (
     TransferError,
     TransferTimeoutError,
 )
-from shardcache.origins import retry
 from tests.support.caches import unfinished
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import descriptors, wait_until
@@ -103,8 +102,7 @@ def bucket(s3):
 
 
 @pytest.fixture
-def lab(s3, bucket, proxy, s3_environment, tmp_path, monkeypatch):
-    monkeypatch.setattr(retry, "BASE", 0.02)  # shortens only the pauses
+def lab(s3, bucket, proxy, s3_environment, tmp_path):
     made = Lab(s3, proxy, bucket, tmp_path / "cache")
     made.put()
     gc.freeze()  # `audit` collects garbage: skip existing objects

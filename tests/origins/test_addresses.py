@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shardcache import TransferError, TransferTimeoutError
-from shardcache.origins.connection import connect
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, few_descriptors
+from tests.support.storetools import PATIENCE
 from tests.support.webservers import Scripted, answer, running
 
 HOST = "shards.test"
@@ -139,14 +138,6 @@ def test_one_timeout_covers_all_addresses(network, fetch):
         with pytest.raises(TransferTimeoutError, match=r"\(no answer\)"):
             fetch(network.url, timeout=0.4)
     assert len(network.tried) <= 2  # a quarter of a second apart
-
-
-def test_a_lack_of_descriptors_is_no_fault_of_an_address(monkeypatch):
-    found = socket.getaddrinfo(LIVE, 80, type=socket.SOCK_STREAM)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: found)
-    with few_descriptors(0), pytest.raises(OSError) as caught:
-        connect(LIVE, 80, 1.0, {})
-    assert caught.value.errno == errno.EMFILE
 
 
 def test_a_forbidden_address_is_no_final_error_if_another_one_fails_otherwise(network, fetch):

@@ -25,7 +25,6 @@ from shardcache.errors import (
     ShardNotFoundError,
     TransferError,
 )
-from shardcache.origins import retry
 from tests.support.caches import read
 from tests.support.tars import make_tar, tar_of
 from tests.support.webservers import Scripted, answer, part_of, running
@@ -429,7 +428,6 @@ def test_a_response_is_read_correctly_or_refused(row, wire, servers, make_cache,
 
     server.answer = answered
     monkeypatch.setenv("SSL_CERT_FILE", trusted)
-    monkeypatch.setattr(retry, "BASE", 0)  # retries do not wait
     options = {"timeout": 10, "attempts": 2, "patience": 0, "connections": 2, "part_size": MIB}
     cache = make_cache(**options)
     for way, get in WAYS.items():
@@ -470,7 +468,7 @@ def test_a_stream_that_cannot_be_continued_is_not_said_to_be_replaced(serve, mak
         read(make_cache(attempts=2, max_size=MIB), f"{server.url}/a.tar")
 
 
-def test_connections_that_a_network_forgot_cost_one_attempt(serve, make_cache, monkeypatch):
+def test_connections_that_a_network_forgot_cost_one_attempt(serve, make_cache):
     """New connections work, while the server never receives what is sent on idle ones."""
     met, old, over = threading.Barrier(2), threading.local(), threading.Event()
 
@@ -483,7 +481,6 @@ def test_connections_that_a_network_forgot_cost_one_attempt(serve, make_cache, m
         return KEPT
 
     server = serve(answered, most=9)
-    monkeypatch.setattr(retry, "BASE", 0)
     cache = make_cache(attempts=2, timeout=0.5)
     with ThreadPoolExecutor(2) as pool:
         for data in pool.map(lambda n: read(cache, f"{server.url}/old-{n}.tar"), range(2)):

@@ -14,7 +14,6 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
-from shardcache.origins import retry
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
 from shardcache.origins.retry import once
@@ -216,9 +215,8 @@ def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, c
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_the_store_is_asked_again_after_a_bad_target(serve, node, cache_of, monkeypatch, is_dead):
+def test_the_store_is_asked_again_after_a_bad_target(serve, node, cache_of, is_dead):
     """Six targets are dead, or the store moved the object to a new node after the first part."""
-    monkeypatch.setattr(retry, "BASE", 0)
     gone = answer("404 Not Found", Connection=None)
     old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
     targets = iter([*(["http://127.0.0.1:1"] * 6 if is_dead else [old.url]), node.url])

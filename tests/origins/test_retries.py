@@ -7,13 +7,15 @@ import weakref
 import pytest
 
 from shardcache import TransferError
+from shardcache.origins import retry
 from shardcache.origins.base import RepeatError, TransientError
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, RetryPolicy
 
 
 @pytest.mark.parametrize("retry_after", [None, 5.0, 3600.0])
-def test_pauses_are_random_and_grow_beyond_retry_after(retry_after):
+def test_pauses_are_random_and_grow_beyond_retry_after(retry_after, monkeypatch):
     """Uniform between zero and a limit that doubles with every attempt, up to a cap."""
+    monkeypatch.setattr(retry, "BASE", BASE)
     state = random.getstate()
     runs: list[list[float]] = []
     for _ in range(100):

@@ -17,6 +17,7 @@ from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import node_namespace
+from shardcache.origins import retry
 from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
@@ -127,7 +128,8 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hide the machine's configuration, and put the cache into the directory of the test."""
+    """Hide the machine's configuration, put the cache into the test's directory, retry soon."""
+    monkeypatch.setattr(retry, "BASE", 0.01)
     foreign = ("SHARDCACHE_", "AWS_", "WDS_", "SLURM_", "GROUP_", "REQUESTS_", "CURL_", "SSL_")
     for name in list(os.environ):
         if name.startswith(foreign):

@@ -14,10 +14,6 @@ from tests.support.caches import warnings
 from tests.support.storetools import age, forked, together, wait_until
 
 
-def partials(shim):
-    return list(shim.backing.glob("cache/v1/partial/*"))
-
-
 def swept(far, shim, root="cache", **options):
     """Wait until a sweep of old partials leaves nothing: a download may still be ending."""
     left = shim.backing / root / "v1" / "partial"
@@ -45,31 +41,6 @@ def test_many_processes_make_one_root_and_share_one_download_without_flock(far, 
         assert far.read(cache) and far.begun() == 1
     assert swept(far, shim, "a/deep/cache")
     assert shim.struck(rule) == 0  # flock, which may hang, is not called
-
-
-def test_a_sweep_removes_killed_downloads_and_keeps_live_ones(far, shim):
-    root = shim.root / "cache"
-    far.rate.value = SLOW
-    with forked(lambda parent: parent.say(far.read(far.cache(root)))) as child:
-        data = shim.backing / "cache/v1/partial"
-        wait_until(lambda: any(path.stat().st_size for path in data.glob("*/*.tar")))
-        with far.cache(root) as cache:
-            cache.clean(orphans=True)
-            cache.clean(everything=True)
-        assert partials(shim)
-        far.rate.value = FAST
-        assert child.hear() is True
-    with far.cache(root) as cache:
-        assert cache.path(far.url()) is not None
-        assert far.begun() == 1
-    far.rate.value = SLOW
-    with forked(lambda parent: far.read(far.cache(root), 1)) as child:
-        wait_until(lambda: partials(shim))
-        child.kill()
-    far.rate.value = FAST
-    with far.cache(root, stale_after=2) as cache:
-        assert far.read(cache, 1)
-    assert swept(far, shim)
 
 
 def test_the_lease_of_a_dead_node_is_taken_without_exchange(shim):

@@ -181,7 +181,7 @@ SAME_SECOND: Headers = {**NO_TAG, "Last_Modified": NOW}
 OLD: Headers = {**NO_TAG, "Last_Modified": YESTERDAY}
 WEAK: Headers = {"ETag": 'W/"1"'}
 BOTH = (LARGE, REPLACED)
-ENDLESS = repeat(b"X-Note: x\r\n" * 1000)
+ENDLESS = repeat(b"X-Note: %b\r\n" % (b"x" * 8000))
 TRAILERS = chunks(SMALL, end=b"0\r\nDigest: x\r\nContent-Length: 3\r\n\r\n")
 PIECES = [coded(body=b""), b"28", b"00\r", b"\n" + SMALL + b"\r", b"\n0", b"\r\n\r", b"\n"]
 STATUSES = {

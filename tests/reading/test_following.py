@@ -118,7 +118,7 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
 
     def refuse(path):  # gives the reader time to read too much
         wait_until(lambda: len(got) >= limit)
-        time.sleep(0.3)
+        time.sleep(0.1)
         raise ValueError("bad")
 
     cache = one(make_cache, validate=refuse)

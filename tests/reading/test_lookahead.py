@@ -22,7 +22,8 @@ def _objects(origin):
 
 
 def running():
-    return [t.name for t in threading.enumerate() if t.name.startswith("shardcache-")]
+    names = [thread.name for thread in threading.enumerate()]
+    return [n for n in names if n.startswith("shardcache-") and n != "shardcache-stats"]
 
 
 def requested(origin):

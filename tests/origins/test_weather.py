@@ -229,7 +229,7 @@ def test_a_read_waits_for_a_silent_metadata_service(open_cache, source, clock, m
     ended = threading.Event()
 
     def stall(head: str) -> bytes | None:
-        if clock.elapsed < 3:
+        if clock.elapsed < 1:
             ended.wait(30)
         return None
 

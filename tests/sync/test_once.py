@@ -89,11 +89,11 @@ def test_another_rank_takes_over_from_one_without_a_heartbeat(tmp_path, number):
     with forked(at_work, tmp_path, 60.0, "first") as first:
         assert first.hear() == "at work"
         with forked(at_work, tmp_path, 60.0, "patient") as patient:
-            assert not patient.speaks(0.4)
+            assert not patient.speaks(0.2)
             first.kill(number)
             with forked(at_work, tmp_path, 1.0, "heir") as heir:
                 assert heir.hear() == "at work"
-                assert not patient.speaks(0.4)
+                assert not patient.speaks(0.2)
                 heir.tell()
                 assert heir.hear() == patient.hear() == "heir"
         if number == signal.SIGSTOP:

@@ -84,7 +84,6 @@ def test_a_process_that_downloads_alone_uses_all_its_connections(tmp_path, kille
 
 
 def sockets():
-    """Return the number of open sockets of this process."""
     return sum("socket:[" in each for each in descriptors())
 
 

@@ -90,7 +90,6 @@ class Lab:
         assert "" in wrong, f"{context}: {key} is none of {len(wrong)} versions: {wrong}"
 
     def join(self):
-        """Wait until no download runs."""
         wait_until(lambda: not any(map(unfinished, self.caches)))
 
 
@@ -125,7 +124,6 @@ def message(error, lab, url):
 
 
 def page(status, code, **headers):
-    """An error response of S3."""
     body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>no</Message></Error>'.encode()
     return Answer(status, [("Content-Type", "application/xml"), *headers.items()], body)
 

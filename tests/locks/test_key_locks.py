@@ -24,7 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=OPTIONS)
 def make(request, make_cache, tmp_path, monkeypatch):
-    """Make caches with options that cross."""
     options = dict(OPTIONS[request.param])
     if "tiers" in options:
         options["tiers"] = [{**RAM, "dir": tmp_path / "ram"}]

@@ -60,7 +60,6 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, node: Path) -> Path:
-    """The directory of a cache that is not made yet."""
     return tmp_path / "cache"
 
 

@@ -78,7 +78,6 @@ def read(origin: WebOrigin, url: str) -> None:
 
 @pytest.fixture
 def fetch(make_cache) -> Callable[..., object]:
-    """Returns a function that downloads a shard of a server in one attempt."""
     return lambda url, **options: make_cache(attempts=1, **options).fetch(f"{url}/a.bin")
 
 

@@ -29,7 +29,6 @@ def shop(tmp_path: Path) -> Shop:
 
 
 def numbers(shop: Shop) -> list[int]:
-    """Return the numbers of the cached shards."""
     return sorted(shop.urls.index(url) for url in shop.entries())
 
 

@@ -61,7 +61,6 @@ def context(authority: tuple[str, str]) -> ssl.SSLContext:
 
 @pytest.fixture
 def files() -> Iterator[Scripted]:
-    """A web server of files."""
     with running(Files()) as server:
         yield server
 
@@ -147,7 +146,6 @@ def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
-    """The layout of a new cache."""
     return make_root(Config(tmp_path / "cache"))
 
 

@@ -37,7 +37,6 @@ BLOCK = 1 << 20
 
 
 def payload(size: int, seed: int = 1) -> bytes:
-    """Return pseudo-random bytes."""
     return hashlib.shake_128(f"{seed}".encode()).digest(size)
 
 

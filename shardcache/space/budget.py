@@ -222,14 +222,7 @@ class Space:
                 usage.parts[part] = None
                 usage.growing.add(part)
             self._count(usage)
-            missing, freed, least = 0, 0, 2 * max(1, need)
-            if self._over(usage, limits, need) > 0:
-                missing, is_recent = self._refusal(need, usage)
-                if missing and is_recent:
-                    raise self._no_room(str(shard), missing)
-                if self._sweep(usage):  # leftovers of dead processes go before entries
-                    self._count(usage)
-                    limits = self.limits(need)
+            swept, freed, least = False, 0, 2 * max(1, need)
             for _ in range(_PLANS):
                 over = self._over(usage, limits, need)
                 if over <= 0 or freed >= least:
@@ -238,6 +231,15 @@ class Space:
                         return
                     self._choose(usage, Limits(), sample_only=True)  # corrects its numbers
                     continue
+                missing, is_recent = self._refusal(need, usage)
+                if missing and is_recent:
+                    raise self._no_room(str(shard), missing)
+                if not swept:  # leftovers of dead processes go before entries
+                    swept = True
+                    if self._sweep(usage):
+                        self._count(usage)
+                        limits = self.limits(need)
+                        continue
                 # If limits were lowered or the disk was filled, the next admissions evict the rest,
                 # so that none waits for long.
                 later = max(0, over - least)

@@ -29,8 +29,8 @@ MAX_SIDECAR = 64 * 1024
 #: A URL that ends with the name of the data file: parsing takes 12 us, and `ls` of 100,000 shards
 #: needs all names.
 _PLAIN = re.compile(r"[a-z0-9]+://[^?#%]*/([A-Za-z0-9_-][A-Za-z0-9._-]{0,99})")
-#: Errors of renaming a directory that is gone, a mount point, or in a lower layer of an overlay.
-_IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY, errno.EXDEV})
+#: Errors of renaming a directory that is gone, or that is a mount point.
+_IMMOVABLE = frozenset({errno.ENOENT, errno.EBUSY})
 #: Errors that concern one file, so its entry counts as damaged. Errors of the whole disk do not.
 _UNREADABLE = files.NOT_DATA | frozenset(
     {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA}
@@ -166,14 +166,25 @@ def data_lock(
 def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     """Rename an entry or a partial to a name that readers ignore and the next sweep removes.
 
-    Returns the new path, or None if the directory is gone or cannot be moved.
+    Returns the new path, or None if the directory is gone or is a mount point.
     """
+    hidden = layout.new_evicted(key)
     try:
-        return directory.rename(layout.new_evicted(key))
+        return directory.rename(hidden)
     except os_error() as exn:
-        if exn.errno not in _IMMOVABLE:
+        if exn.errno in _IMMOVABLE:
+            return None
+        if exn.errno != errno.EXDEV:
             raise
-        return None
+    # A directory in a lower layer of an overlay, as in a container's image, cannot be renamed. Its
+    # files are removed where they are, the data first, so that it never looks complete.
+    if foreign := _remove_files(directory):
+        hidden.mkdir(mode=0o700)
+        hidden.chmod(directory.stat().st_mode)  # the members of a group may enter it
+        for name in foreign:
+            (directory / name).rename(hidden / name)
+    directory.rmdir()
+    return hidden
 
 
 def remove_free(directory: Path, layout: Layout, key: str) -> bool:

@@ -18,7 +18,8 @@ from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Store, set_aside
 from shardcache.urls import parse_url
-from tests.support.disktools import disk, needs_root
+from tests.support.caches import read
+from tests.support.disktools import disk, needs_root, overlay
 from tests.support.shop import Shop
 from tests.support.storetools import age, begun, layout_of, publish, room, taken, tree, wait_until
 
@@ -214,3 +215,28 @@ def test_remove_dir_leaves_the_session_of_a_job_that_begins_meanwhile(tmp_path, 
         monkeypatch.setattr(cache.process.counters, "flush", lambda: job.fetch(shop.urls[0]))
         cache.clean(everything=True, remove_dir=True)
         assert shop.urls[0] in job and len(live_sessions(layout_of(shop.path))) == 1
+
+
+@needs_root
+@pytest.mark.parametrize("group", [None, os.getegid()])
+def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path, group):
+    """A directory in the lower layer of an overlay cannot be renamed."""
+    shop = Shop(tmp_path, count=2)
+    (url, damaged), (data, other) = shop.urls, [Path(each).read_bytes() for each in shop.urls]
+    with shop.cache(shared_group=group) as cache:
+        baked = cache.fetch(url)
+        os.truncate(cache.fetch(damaged).data, 100)
+    (baked.path / "notes.txt").write_text("of another program")
+    with (
+        overlay(shop.path, tmp_path / "layers") as merged,
+        Cache(merged, cache_local=True, min_free=0, shared_group=group) as cache,
+    ):
+        assert read(cache, damaged) == other and cache.entry(damaged).size == len(other)
+        with cache.open(url) as stream:
+            assert cache.remove(url) == (0, 1) and stream.read() == data  # it is in use
+        assert cache.remove(url) == (len(data), 0) and cache.path(url) is None
+        assert read(cache, url) == data and cache.path(url) is not None
+        (kept,) = layout_of(merged).partial.glob("kept.*")
+        assert [path.name for path in kept.iterdir()] == ["notes.txt"]
+        assert kept.stat().st_mode == baked.path.stat().st_mode
+    assert baked.data.read_bytes() == data  # the image is unchanged

@@ -27,6 +27,25 @@ def disk(path: Path, options: str) -> Iterator[Path]:
         unmount(path)
 
 
+@contextlib.contextmanager
+def overlay(lower: Path, scratch: Path) -> Iterator[Path]:
+    """Mount an overlay over ``lower``, as a container's runtime does with the layers of an image.
+
+    The upper layer is on a filesystem in memory at ``scratch``.
+    """
+    with disk(scratch, "size=64m") as base:
+        upper, work, merged = (base / name for name in ("upper", "work", "merged"))
+        for path in (upper, work, merged):
+            path.mkdir()
+            path.chmod(lower.stat().st_mode)
+        layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
+        subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", merged], check=True)
+        try:
+            yield merged
+        finally:
+            unmount(merged)
+
+
 def unmount(path: Path) -> None:
     # `os.path.ismount` does not recognise bind mounts.
     while any(mount.point == str(path) for mount in read_mounts()):

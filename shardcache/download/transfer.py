@@ -56,6 +56,8 @@ _EARLY = 128 * 1024
 _LAST_RESPONSE = 5.0
 #: Seconds that the worker of a failed transfer waits for its helpers to end.
 _FAREWELL = 5.0
+#: Number of folders whose largest shard is remembered.
+_FOLDERS = 256
 #: Blocks of memory for the next parts. To get one from the kernel, which clears it, takes 0.2 ms.
 _spare: deque[bytearray] = deque(maxlen=4)
 
@@ -82,6 +84,8 @@ class Resources:
         """Note the size of a shard; None if its origin does not state it."""
         folder = shard.canonical.rpartition("/")[0]
         known = self._largest.get(folder, 0)
+        if len(self._largest) >= _FOLDERS and not known:
+            self._largest.clear()
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
 
 

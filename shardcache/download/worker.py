@@ -92,6 +92,7 @@ class Worker:
     an upstream failed             uses the next upstream, or the origin       once each
     the partial or entry vanished  begins again                                4 times
     the disk is full               evicts first, or uses the last tier only    once
+    the directory vanished         uses the directories that are made again    once
     """
 
     _resources: Resources
@@ -154,6 +155,8 @@ class Worker:
                     str(directories.layout.base),
                 )
             self._resources.notices.warn("lost", "%s: %s; starting over", shard, exn)
+        elif isinstance(exn, FileNotFoundError) and is_local_error(exn) and count == 1:
+            logger.info("%s: the disk was unmounted or emptied (%s)", shard, exn)
         elif is_local_error(exn) and exn.errno in FULL and not self._is_for_last_tier:
             # The failed attempt has removed its partial and released the lock.
             logger.info("%s: the disk is full (%s); making room", shard, exn)

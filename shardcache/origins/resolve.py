@@ -40,7 +40,7 @@ from shardcache.origins.base import (
     read_all,
 )
 from shardcache.origins.retry import once
-from shardcache.urls import ShardURL, parse_url, redact, refuse_control
+from shardcache.urls import ALIASES, ShardURL, parse_url, redact, refuse_control
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,8 @@ class _Upstream:
     def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
         self.config, self._timeout, self._is_new = config, timeout, is_new
         self.name = redact(config.url)
-        self._scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
+        scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
+        self._scheme = ALIASES.get(scheme, scheme)
         self._breaker = Breaker(threshold=_FAILURES)
         self._options = dict(config.storage_options)
         if self._scheme == "s3" and config.endpoint_url:

@@ -197,10 +197,9 @@ class Space:
     def make_room(self, url: str, size: int) -> None:
         """Evict entries for a shard after the disk was full. Raises CacheFullError."""
         with self._budget_lock(), self._usage() as usage:
-            need = self.allocated(size)
+            needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
             # The disk may lack inodes, and a download needs more of them than one entry frees.
-            needed = Limits(free_needed=max(0, need - self._sweep(usage)), spare=need)
-            planned = self._choose(usage, needed)
+            planned = self._choose(usage, needed, extra=3)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
@@ -269,10 +268,12 @@ class Space:
         *,
         jobs: bool = True,
         sample_only: bool = False,
+        extra: int = 0,
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do.
+        Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do. If
+        possible, ``extra`` entries are evicted in addition.
         """
         over = self._over(usage, limits, need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
@@ -286,7 +287,7 @@ class Space:
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            limits = limits._replace(spare=max(spare, limits.spare))
+            limits = limits._replace(spare=max(spare, extra * listed // max(1, len(entries))))
             reserved = usage.total - listed + need
             planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
             if not planned.missing:

@@ -198,7 +198,7 @@ def linked(entries: Iterable[Entry]) -> list[Links]:
         if copies[entry[1:4]] > 1:
             with ignoring(OSError, DamagedError):
                 data = entry.data.lstat()
-                file = data.st_dev, data.st_ino
+                file = entry.key, data.st_dev, data.st_ino
         files.setdefault(file, []).append(entry)
     return [tuple(sorted(links)) for links in files.values()]
 

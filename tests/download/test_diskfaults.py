@@ -15,6 +15,7 @@ from shardcache import Cache, TransferError
 from shardcache.layout import META, Layout
 from tests.support.caches import unfinished, warnings
 from tests.support.disktools import disk, needs_root, remount, unmount
+from tests.support.fakes import Fault
 from tests.support.storetools import few_descriptors, wait_until
 from tests.support.tars import make_tar
 
@@ -181,3 +182,14 @@ def test_a_new_root_that_others_may_write_is_not_read(make_cache, origin, ram, c
         read(cache, urls[0], origin)
         clock.sleep(60)
         assert all(read(cache, url, origin) for url in urls)
+
+
+def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):
+    urls = shards(origin, 3)
+    cache = make_cache(dir=ram / "cache")
+    read(cache, urls[0], origin)
+    origin.faults.append(Fault(before=lambda: unmount(ram)))
+    assert cache.fetch(urls[1]).size  # at the second attempt, in a new root
+    assert all(read(cache, url, origin) for url in urls)
+    assert len(list(cache.entries())) == 3
+    cache.close()

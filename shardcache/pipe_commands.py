@@ -7,7 +7,6 @@ object, such as a profile, and ignores those for speed, timeouts, retries and me
 from __future__ import annotations
 
 import base64
-import contextlib
 import getopt
 import os
 import re
@@ -57,7 +56,6 @@ PROGRAMS = {
         "numworkers= part-size= retry-count=",
         access=_AWS,
     ),
-    "s3cmd": Program(("get", "{}", "-"), _S3, short="q", long="no-progress quiet"),
     "gsutil": Program(("cat", "{}"), _GS, short="mq"),
     "gcloud": Program(("storage", "cat", "{}"), _GS, "q", "no-user-output-enabled quiet"),
     "curl": Program(
@@ -140,23 +138,7 @@ def read_command(
         raise ConfigError(f"only a shell expands its ${variable[1]}")
     if program is PROGRAMS["s5cmd"] and (endpoint := environ.get("S3_ENDPOINT_URL")):
         options.setdefault("endpoint_url", endpoint)
-    if program is PROGRAMS["s3cmd"]:
-        options |= _s3cmd_endpoint(environ)
     return targets[0], tuple(sorted(options.items()))
-
-
-def _s3cmd_endpoint(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return s3cmd's configured endpoint as an option, or no option if the endpoint is AWS's."""
-    import configparser  # here, because only s3cmd needs it
-
-    parser = configparser.RawConfigParser()
-    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
-        parser.read(environ.get("S3CMD_CONFIG") or os.path.expanduser("~/.s3cfg"))  # noqa: PTH111  see `aws_paths`
-    host = parser.get("default", "host_base", fallback="s3.amazonaws.com")
-    if host.endswith(".amazonaws.com"):
-        return {}
-    is_secure = parser.get("default", "use_https", fallback="True").lower() in ("true", "yes", "1")
-    return {"endpoint_url": f"http{'s' if is_secure else ''}://{host}"}
 
 
 def _value(environ: Mapping[str, str], match: re.Match[str]) -> str:

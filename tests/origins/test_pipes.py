@@ -62,7 +62,6 @@ BASIC = ("authorization", "Basic bWU6czNjcmV0")
         ("/usr/bin/aws s3 cp s3://b/k - --request-payer=requester", "s3://b/k", (PAYER,)),
         ("s5cmd --endpoint-url=http://h:1 cat s3://b/k", "s3://b/k", OTHER[:1]),
         ("s5cmd --no-sign-request -r 5 --log error cat s3://b/k", "s3://b/k", (("anon", "true"),)),
-        ("s3cmd get --quiet s3://b/k -", "s3://b/k", ()),
         ("gsutil -q -m cat gs://b/k", "gs://b/k", ()),
         ("gcloud storage cat gs://b/k --quiet", "gs://b/k", ()),
         ("curl --connect-timeout 30 --retry 30 --retry-delay 2 -f -s -L https://h/k", "https://h/k",
@@ -116,26 +115,11 @@ def test_other_commands_are_left_to_a_shell(make_cache, command, reason):
         read_command(command, {"WORDS": "a b", "AWS_SESSION_TOKEN": "s3cret"})
 
 
-MINIO = {"S3_ENDPOINT_URL": "http://minio:9000"}
-
-
-@pytest.mark.parametrize(
-    ("command", "environ", "endpoint"),
-    [
-        ("s5cmd cat s3://b/k", MINIO, "http://minio:9000"),
-        ("s5cmd --endpoint-url http://own:9000 cat s3://b/k", MINIO, "http://own:9000"),
-        ("s3cmd get s3://b/k -", {"S3CMD_CONFIG": "minio:9000"}, "http://minio:9000"),
-        ("s3cmd get s3://b/k -", {"S3CMD_CONFIG": "s3.eu-west-1.amazonaws.com"}, None),
-        ("s3cmd get s3://b/k -", {}, None),
-    ],
-)
-def test_the_endpoint_is_that_of_the_program(command, environ, endpoint, tmp_path, monkeypatch):
-    if host := environ.get("S3CMD_CONFIG"):
-        (tmp_path / host).write_text(f"[default]\nhost_base = {host}\nuse_https = False\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a uid of a container
-    assert dict(read_command(command, environ)[1]).get("endpoint_url") == endpoint
+@pytest.mark.parametrize("option", ["", "--endpoint-url http://own:9000 "])
+def test_the_endpoint_is_that_of_s5cmd(option):
+    environ = {"S3_ENDPOINT_URL": "http://minio:9000"}
+    _, options = read_command(f"s5cmd {option}cat s3://b/k", environ)
+    assert options == (("endpoint_url", "http://own:9000" if option else "http://minio:9000"),)
 
 
 def test_a_command_of_an_s3_client_is_replaced_by_a_request(

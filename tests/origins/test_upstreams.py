@@ -329,7 +329,7 @@ def test_a_copy_of_an_older_version_is_replaced(node, origin, nas):
 
 def store(endpoint: str, access_key: str, secret_key: str) -> dict[str, object]:
     options = {"key": access_key, "secret": secret_key}
-    return {**writable("s3://near/cache"), "endpoint_url": endpoint, "storage_options": options}
+    return {**writable("s3a://near/cache"), "endpoint_url": endpoint, "storage_options": options}
 
 
 @pytest.mark.usefixtures("s3_environment")

@@ -205,12 +205,12 @@ class Cache:
         return open_shard(self.process, self.parse(url))
 
     @contextlib.contextmanager
-    def pinned(self, url: str) -> Iterator[Path]:
+    def pinned(self, url: str | ShardURL) -> Iterator[Path]:
         """Download the shard unless it is cached, and yield its path for use inside the context.
 
         Raises the same errors as `open` with ``strict``, because only a shard on disk has a path.
         """
-        shard = self.parse(url)
+        shard = self._parsed(url)
         if self.process.is_in_place(shard):
             with open_shard(self.process, shard):  # raises an error if the file cannot be read
                 yield shard.local_path

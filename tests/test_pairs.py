@@ -18,15 +18,18 @@ SETTINGS = "room isolation reader tiers locks group upstream pins"
 #: A covering array: any two values of two settings meet in a row, except those of the first one,
 #: which decides what the others can show.
 ROWS = """
-ample rank samples  -     flock group upstream pins
-ample job  complete tiers flock -     -        -
-ample node complete tiers lease group -        -
-one   node follow   -     flock -     -        pins
-one   rank follow   tiers lease group -        -
-one   node samples  tiers lease group upstream -
-one   job  samples  -     lease -     -        -
-none  job  follow   tiers flock group upstream pins
-none  rank complete -     lease -     upstream pins
+ample rank follow   tiers flock -     -        -
+ample job  complete tiers flock group -        -
+ample node samples  tiers lease -     -        pins
+ample node follow   -     lease group upstream -
+one   rank samples  tiers flock group upstream pins
+one   rank complete -     lease group upstream pins
+one   job  samples  -     flock -     upstream -
+one   job  follow   -     lease -     -        pins
+one   node complete tiers flock -     -        pins
+none  rank follow   tiers flock group -        pins
+none  job  complete -     lease -     upstream -
+none  node samples  -     flock -     -        -
 mount rank samples  -     flock -     upstream -
 mount node follow   tiers lease group -        -
 """

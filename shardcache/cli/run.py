@@ -97,6 +97,7 @@ def run_command(
             invocation.console.error(f"{program[0]} cannot be started: {exn.strerror}.", exn)
             return 127 if isinstance(exn, FileNotFoundError) else 126  # as shells do
         for number in _FORWARDED:
+            stack.callback(signal.signal, number, signal.getsignal(number))
             signal.signal(number, lambda number, frame: child.send_signal(number))
         # The terminal sends Ctrl-C to the program as well, and the program decides whether to end.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -107,7 +108,8 @@ def run_command(
             with contextlib.suppress(OSError):
                 stats = summed(samples(Layout(notes.parent), ever=True))
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
-    text = f"no shard was opened through the cache in {config.dir}"
+    was = "is known to have been" if code else "was"
+    text = f"no shard {was} opened through the cache in {config.dir}"
     text += "" if stats.opens or lines else " (is PYTHONPATH replaced?)"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "

@@ -356,19 +356,20 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """Iterate over a plain ``DataLoader`` of this pipeline. Then `state_dict` returns the
         positions of its workers after the last batch, and not how far they have read ahead.
         """
-        if not isinstance(loader, DataLoader):
-            raise ConfigError(f"track takes torch's DataLoader, and not {type(loader).__name__}.")
+        if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
+            raise ConfigError(f"track takes torch's DataLoader, not a {type(loader).__name__}.")
         if loader.dataset is not self:  # its state would not fit this pipeline
             raise ConfigError(
                 "track takes a DataLoader of this pipeline, and not of a copy, such as "
                 "dataset.batched(8) returns. Write: dataset = dataset.batched(8)."
             )
         tracked = vars(loader).get("_tracked_by_shardcache")  # its workers may persist
-        if tracked is None or tracked.collate_fn.args[1] is not self:
+        if tracked is None:
             tracked = copy.copy(loader)
             tracked._iterator = None
             tracked.collate_fn = partial(_collated, loader.collate_fn, self)
-            loader._tracked_by_shardcache = tracked
+            if loader.persistent_workers:
+                loader._tracked_by_shardcache = tracked
         with self._shared() as shared:
             loaded = _workers_of(self._loaded) if self._is_waiting(shared) else []
         known, constant = {each["worker"]: each for each in loaded}, self._state(_Run(0))

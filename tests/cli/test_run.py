@@ -44,7 +44,7 @@ def read(worker):
     os.environ |= {{"WORKER": f"{{worker}}", "NUM_WORKERS": "2"}}
     samples = wds.tarfile_to_samples(handler=wds.ignore_and_continue)
     dataset = wds.DataPipeline(wds.SimpleShardList(sys.argv[1]), wds.split_by_worker, samples)
-    print(len(list(dataset)), len(list(dataset)))
+    sys.stdout.write(f"{{len(list(dataset))}} {{len(list(dataset))}}\\n")  # at once
 context = multiprocessing.get_context("fork")
 workers = [context.Process(target=read, args=(worker,)) for worker in range(2)]
 for worker in workers:

@@ -103,9 +103,13 @@ def test_min_free_includes_bytes_that_are_not_written_yet(make) -> None:
 
 
 @pytest.mark.locks_work("answers")
-def test_dead_partials_are_removed_before_entries(make) -> None:
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_dead_partials_are_removed_before_entries(make, is_counted) -> None:
     bench = make(max_size=3 * MIB)
     [entry] = bench.shelve(1, 1000)
+    if is_counted:  # but not the next partial, of a process without limits
+        bench.fetch(1)
+        bench.clock.sleep(10)
     orphan = begun(bench.layout, "s3://lab/orphan.tar", payload(2 * MIB))
     orphan.close()
     bench.admit(size=2 * MIB).discard()

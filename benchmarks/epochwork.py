@@ -25,7 +25,7 @@ from tests.support.storetools import Parent
 #: Seconds between making a pipeline and its first sample. A real program makes its model in that
 #: time, and background work of the pipeline ends.
 _BEFORE_THE_FIRST = 1.0
-#: Bytes to hash: hashlib releases the interpreter lock meanwhile.
+#: The input of hashlib, which releases the interpreter lock while it hashes.
 _NOISE = memoryview(bytes(64 * MIB))
 
 #: ``task``, ``way``, ``cache``, ``endpoint``, ``environment``, the ``keys`` and ``urls`` of the

@@ -1,4 +1,4 @@
-"""The advice of an error, followed as it is printed, removes the error."""
+"""A user who follows the advice of an error, as it is printed, no longer gets the error."""
 
 import re
 import shlex

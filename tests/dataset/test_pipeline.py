@@ -519,7 +519,7 @@ def test_workers_may_read_a_pipeline_again_or_another_one(of_files, through):
     [
         (False, ((0, 0.5), (0, 0))),  # the last worker begins after those of the other loader
         (False, ((0.6, 0.6), (0.3, 0.3))),
-        (True, ((0.6, 0.6), (0.3, 0.3))),  # `two` begins after `one` is tracked, and before its workers
+        (True, ((0.6, 0.6), (0.3, 0.3))),  # `two` begins before the workers of `one`
     ],
 )
 def test_loaders_with_equal_seeds_read_an_epoch_each(of_files, is_tracked, waits):

@@ -217,7 +217,7 @@ class Worker:
                     logger.warning(text, shard)
                 evict_outdated(directories, shard.key, download.outdated - {version})
             if (opened := directories.lookup(shard)) is not None:
-                return opened
+                return opened if download.source is None else download.obtained(opened, "imported")
             if is_directory(entry):  # the disk cannot read it, and a new download would not help
                 raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
             raise LostError(f"{entry.name} vanished after it was published")
@@ -236,9 +236,8 @@ class Worker:
         if partial is not None and partial.metadata.digest != digest:
             upstream = None  # its bytes could not be proven together with those of the partial
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-        retries = resources.policy.started(str(shard), None if upstream is None else 1)
-        if lock is not None:
-            retries.record = directories.layout.holder(shard.key)
+        record = None if lock is None else directories.layout.holder(shard.key)
+        retries = resources.policy.started(str(shard), None if upstream is None else 1, record)
         may_not_fit = partial is None and self._may_not_fit()
         origin = upstream or resources.origins.of(shard)
         transfer = Transfer(resources, download, retries, origin, may_not_fit)
@@ -300,7 +299,6 @@ class Worker:
         except BaseException:
             partial.discard()
             raise
-        download.outcome = "imported"
         resources.counters.add({"bytes_stored": size})
         return entry
 

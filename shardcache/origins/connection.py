@@ -382,6 +382,10 @@ class Response:
         #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
 
+    def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
+        """Set the version of the object and the range of its bytes in the body."""
+        self.info, self.start, self.stop = info, start, stop
+
     def readinto(self, buffer: memoryview) -> int:
         """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""
         connection = self._connection

@@ -57,7 +57,7 @@ _FIRST, _LONGEST = 0.25, 8.0
 RETRY_AFTER_CAP = 60.0
 #: Seconds after which a waiting request checks again whether it may be sent.
 _POLL = 0.25
-#: Seconds between two updates of `Retries.record`; a much longer time is `stale_after`.
+#: Seconds between two touches of a holder's record; a much longer time is `stale_after`.
 _TOUCH = 1.0
 _ANNOUNCE_EVERY = 60.0
 
@@ -71,12 +71,12 @@ class RetryPolicy:
     patience: float  #: seconds to wait for an origin that throttles, or for credentials
     _paces: dict[str, Pace] = field(default_factory=dict)  # by bucket or web server
 
-    def started(self, url: str, attempts: int | None = None) -> Retries:
+    def started(self, url: str, attempts: int | None = None, record: Path | None = None) -> Retries:
         """Return the retries of a download of ``url`` that starts now."""
         server, paces = server_of(url), self._paces
         pace = paces.get(server) or paces.setdefault(server, Pace(server, self.patience))
         end = None if self.deadline is None else clock.monotonic() + self.deadline
-        return Retries(self, url, pace, attempts or self.attempts, end)
+        return Retries(self, url, pace, attempts or self.attempts, end, record)
 
 
 @dataclass(eq=False, repr=False)
@@ -88,9 +88,8 @@ class Retries:
     _pace: Pace
     _most: int  # attempts in a row
     end: float | None  #: when the deadline passes, on the monotonic clock; None without one
+    _record: Path | None  # of the lock's holder, touched while the server throttles
     retries: int = 0  #: requests that failed and were repeated so far
-    #: The record of the lock's holder, which is touched while the server throttles.
-    record: Path | None = None
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""
@@ -125,9 +124,9 @@ class Retries:
 
         def wait(seconds: float) -> None:
             self.check()
-            if self.record is not None:  # so that other processes do not take it for stuck
+            if self._record is not None:  # so that other processes do not take it for stuck
                 with ignoring(OSError):
-                    os.utime(self.record)
+                    os.utime(self._record)
             left = math.inf if self.end is None else self.end - clock.monotonic()
             sleep(max(0.0, min(seconds, left, _TOUCH)))
             self.check()

@@ -120,6 +120,21 @@ class _Store:
     worked: bool = False  # whether the store has accepted a signed request
     ahead: float = 0.0  # seconds by which the store's clock is ahead of this machine's
 
+    def renewed(self, keys: Any, end: float) -> None:
+        """Use new credentials, which expire at ``end``."""
+        fresh = end - _RENEWED_BEFORE
+        if keys == self.keys:  # the service has no new ones yet
+            fresh = min(end, max(fresh, time.time() + _RENEWAL_PAUSE))
+        self.keys, self.fresh_until, self.expire_at = keys, fresh, end
+
+    def not_renewed(self) -> None:
+        """Use the same credentials for a while."""
+        self.fresh_until = time.time() + _RENEWAL_PAUSE
+
+    def refused(self) -> None:
+        """Note that the store has refused the credentials."""
+        self.fresh_until = self.expire_at = 0.0
+
 
 #: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
 #: forked child inherits them, with the credentials of its parent.
@@ -182,7 +197,7 @@ class S3Origin(Origin):
                 if time.time() >= store.expire_at:
                     raise
                 logger.info("the credentials for %s are not renewed: %s", store.name, exn)
-                store.fresh_until = time.time() + _RENEWAL_PAUSE
+                store.not_renewed()
         return store.keys
 
     def _run_chain(self, shard: ShardURL) -> None:
@@ -211,11 +226,7 @@ class S3Origin(Origin):
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             raise chain_error(exn, shard, self._profile, worked=store.worked) from None
         expiry = getattr(credentials, "_expiry_time", None)
-        end = expiry.timestamp() if expiry else math.inf
-        store.fresh_until = end - _RENEWED_BEFORE
-        if keys == store.keys:  # the service has no new ones yet
-            store.fresh_until = min(end, max(store.fresh_until, time.time() + _RENEWAL_PAUSE))
-        store.keys, store.expire_at = keys, end
+        store.renewed(keys, expiry.timestamp() if expiry else math.inf)
 
     def server(self, shard: ShardURL) -> str:
         """Return the scheme, host and port of the server that stores a shard."""
@@ -381,7 +392,7 @@ class S3Origin(Origin):
         store = self.prepare()
         # Without `_chain`, which a thread may hold for as long as its source of credentials hangs.
         if store.keys == refused:
-            store.fresh_until = store.expire_at = 0.0
+            store.refused()
             self._credentials = None
         return bool(self._keys(shard) != refused)
 

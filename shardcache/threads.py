@@ -45,6 +45,8 @@ _MAX_REMEMBERED = 64
 _HOOKS = "concurrent.futures.thread", "filelock"
 
 _started: set[threading.Thread] = set()
+#: Weak references to the locks of modules that are being imported. They have no public name.
+_module_locks: dict[str, Any] = importlib._bootstrap._module_locks  # type: ignore[attr-defined]
 #: The lock of each thread. The thread holds it inside `undivided`, and a fork takes it. No signal
 #: handler can raise while Python enters or leaves a lock.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -207,7 +209,7 @@ def _before_fork() -> None:
         waited = time.monotonic() - start
         taken = {lock for lock in _locks if lock is not own and lock.acquire(blocking=False)}
         held = {*_locks} - taken - {own}
-        busy = waited < _BEFORE_FORK and (held or _is_importing(threading.get_ident()))
+        busy = waited < _BEFORE_FORK and (held or _imported_elsewhere())
         ending = waited < _ENDING_TIMEOUT and _ending()
         if not (busy or ending):
             _locks.difference_update(held)  # no later fork waits for them again
@@ -217,11 +219,25 @@ def _before_fork() -> None:
         time.sleep(_FORK_POLL)
 
 
-def _is_importing(me: int) -> bool:
-    """Return whether another thread is importing a module, and so holds the module's lock."""
-    # There is no public function for this. Python removes a module's lock after the import.
-    locks = [reference() for reference in list(importlib._bootstrap._module_locks.values())]  # type: ignore[attr-defined]
-    return any(getattr(lock, "owner", None) not in (None, me) for lock in locks)
+def _imported_elsewhere() -> list[str]:
+    """Return the modules that other threads are importing, and whose locks they hold."""
+    nobody = None, threading.get_ident()
+    owners = [(name, getattr(lock(), "owner", None)) for name, lock in list(_module_locks.items())]
+    return [name for name, owner in owners if owner not in nobody]
+
+
+def _forget_imports() -> None:
+    """In a forked child, forget what threads of the parent were importing, to import it again.
+
+    A thread may have begun an import after `_before_fork`, while other hooks ran.
+    """
+    for name in _imported_elsewhere():
+        del _module_locks[name]
+        if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+            del sys.modules[name]
+
+
+os.register_at_fork(after_in_child=_forget_imports)  # before the hooks of modules that import
 
 
 def _release() -> None:

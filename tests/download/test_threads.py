@@ -86,6 +86,34 @@ sys.exit(os.waitpid(pid, 0)[1])
     subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * PATIENCE)
 
 
+def test_a_child_imports_again_what_a_thread_began_to_import_during_the_fork(tmp_path):
+    waits = "import __main__ as main, os\nif os.getpid() == main.parent:\n    main.wait()\n"
+    (tmp_path / "slow.py").write_text(waits)
+    program = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(tmp_path)!r})
+parent, importing, end = os.getpid(), threading.Event(), threading.Event()
+def wait():
+    importing.set()
+    end.wait()
+thread = threading.Thread(target=lambda: __import__("slow"))
+def begin():
+    thread.start()
+    importing.wait()
+os.register_at_fork(before=begin)  # called after the hooks that are registered later
+from shardcache import Cache
+Cache({str(tmp_path)!r})
+if (pid := os.fork()) == 0:
+    signal.alarm(10)
+    import slow
+    os._exit(0)
+end.set()
+thread.join()
+sys.exit(os.waitpid(pid, 0)[1])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * PATIENCE)
+
+
 def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
     started, end = threading.Event(), threading.Event()
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import webdataset  # noqa: F401 - torch aborts a worker whose signal handler raises in its import
 
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment

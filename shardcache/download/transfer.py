@@ -38,7 +38,7 @@ from shardcache.origins.base import (
     compare_version,
     skip,
 )
-from shardcache.origins.resolve import Origins, UpstreamOrigin
+from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import Retries, RetryPolicy, once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
@@ -145,8 +145,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self._shard = self._download.shard
-        self._is_upstream = isinstance(self._origin, UpstreamOrigin)
-        self._counter = "bytes_upstream" if self._is_upstream else "bytes_origin"
+        self._counter = "bytes_upstream" if self._origin.upstream else "bytes_origin"
         self._partial: Partial  # from `receive`, as is `_info`
         self._info: ObjectInfo
         self._first: Body | None = None  # the first response
@@ -169,7 +168,7 @@ class Transfer:
         self._checksum = self._info.checksum  # of the object, as the origin states it
         # Or not all bytes are seen.
         self.may_end_early = partial.written > 0 or self._info.size is None
-        self._download.running(partial, upstream=self._is_upstream)
+        self._download.running(partial, upstream=bool(self._origin.upstream))
         lead = self._queue_parts()
         try:
             with self._download.transferring(self._fail):
@@ -225,7 +224,7 @@ class Transfer:
             first.close()
         # If an upstream has another version, the origin may still have that of the partial.
         is_useless = isinstance(exn, (MismatchError, IntegrityError)) or (
-            isinstance(exn, VersionChangedError) and not self._is_upstream
+            isinstance(exn, VersionChangedError) and not self._origin.upstream
         )
         try:
             self._queue.end(_FAREWELL)

@@ -38,7 +38,7 @@ from shardcache.files import is_directory, open_file
 from shardcache.layout import parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
-from shardcache.origins.base import ObjectInfo, VersionChangedError
+from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
 from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, open_first
@@ -48,7 +48,6 @@ from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
-    from shardcache.origins.resolve import UpstreamOrigin
     from shardcache.space.budget import Space
 
 __all__ = ["Worker", "evict_outdated", "unlike"]
@@ -100,8 +99,8 @@ class Worker:
     _directories: Directories = field(init=False)  # of the current attempt
     _is_for_last_tier: bool = False  # because the disk was full
     _counts: Counter[type[BaseException]] = field(default_factory=Counter)
-    _upstreams: Iterator[UpstreamOrigin | None] | None = None
-    _upstream: UpstreamOrigin | None = None  # to read from; None for the origin
+    _sources: Iterator[Origin] | None = None  # after the current one
+    _source: Origin = field(init=False)  # an upstream, or the origin
     _space: Space | None = None  # in which room was reserved last
 
     def run(self, prepare: Callable[[], Directories]) -> Opened | None:
@@ -124,8 +123,8 @@ class Worker:
         self._counts[type(exn)] += 1
         count = self._counts[type(exn)]
         if isinstance(exn, _UpstreamError):
-            assert self._upstreams is not None
-            self._upstream = next(self._upstreams, None)
+            assert self._sources is not None
+            self._source = next(self._sources, self._source)  # at last the origin
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:
                 raise TransferError(
@@ -226,21 +225,22 @@ class Worker:
         """Download the shard; return its published entry. ``lock`` is None if it is not held."""
         shard, download, resources = self._download.shard, self._download, self._resources
         directories = self._directories
-        if self._upstreams is None:  # only the origin has a new version
-            upstreams = resources.origins.upstreams(shard, download.listed)
-            self._upstreams = iter(()) if download.outdated else upstreams
-            self._upstream = next(self._upstreams, None)
-        upstream = self._upstream
+        if self._sources is None:
+            sources = resources.origins.sources(shard, download.listed)
+            # Only the origin has a new version.
+            self._sources = iter([resources.origins.of(shard)]) if download.outdated else sources
+            self._source = next(self._sources)
+        source = self._source
         partial = None if lock is None else self._resume(lock)
-        digest = "" if upstream is None or upstream.digest is None else upstream.digest
+        digest = source.digest or ""
         if partial is not None and partial.metadata.digest != digest:
-            upstream = None  # its bytes could not be proven together with those of the partial
+            # The bytes of the upstream could not be proven together with those of the partial.
+            source = resources.origins.of(shard)
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
         record = None if lock is None else directories.layout.holder(shard.key)
-        retries = resources.policy.started(str(shard), None if upstream is None else 1, record)
+        retries = resources.policy.started(str(shard), 1 if source.upstream else None, record)
         may_not_fit = partial is None and self._may_not_fit()
-        origin = upstream or resources.origins.of(shard)
-        transfer = Transfer(resources, download, retries, origin, may_not_fit)
+        transfer = Transfer(resources, download, retries, source, may_not_fit)
         try:
             with resources.connections.hold(download.check):
                 download.check()
@@ -251,7 +251,7 @@ class Worker:
                     try:
                         partial = self._begin(info, digest=digest)
                     except os_error():  # no room, so a reader streams the shard from this response
-                        if upstream is None and (response := transfer.take_first()) is not None:
+                        if not source.upstream and (response := transfer.take_first()) is not None:
                             download.keep(response)
                         raise
                     size = info.size
@@ -262,18 +262,18 @@ class Worker:
             metadata = transfer.finish()
             if partial.metadata.digest not in ("", metadata.digest):
                 partial.discard()
-                logger.warning(_DAMAGED, shard, upstream.name if upstream else "an upstream")
+                logger.warning(_DAMAGED, shard, source.upstream or "an upstream")
                 raise _UpstreamError
             most = _HEADERS if transfer.may_end_early else 0
             return self._publish(partial, metadata, proven=transfer.is_proven, headers=most)
         except BaseException as exn:
             transfer.abandon(exn, partial)
-            if upstream is None or isinstance(exn, (FetchCancelledError, CacheFullError)):
+            if not source.upstream or isinstance(exn, (FetchCancelledError, CacheFullError)):
                 raise
             if isinstance(exn, (VersionChangedError, MismatchError, IntegrityError)):
-                logger.warning(_DAMAGED, shard, upstream.name)
+                logger.warning(_DAMAGED, shard, source.upstream)
             elif isinstance(exn, ShardCacheError):
-                upstream.failed(exn)
+                source.failed(exn)
             else:
                 raise
             raise _UpstreamError from exn

@@ -193,6 +193,10 @@ class Origin(Protocol):
     conditional: bool
     #: Whether `stat` may return a checksum.
     states_checksums: bool
+    #: The name of the upstream that has this copy; "" for the origin itself.
+    upstream: str = ""
+    #: The tree digest of the copy, if the upstream states it.
+    digest: str | None = None
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -214,6 +218,10 @@ class Origin(Protocol):
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version, with its checksum if stated. Raises the errors of `open`."""
         ...
+
+    def failed(self, exn: Exception) -> None:
+        """Count a fault of an upstream. After some, it is left alone for a while."""
+        return
 
     def prepare(self) -> object:
         """Set up the client, if that takes time, so that the first request need not."""

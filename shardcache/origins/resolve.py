@@ -100,14 +100,15 @@ class Origins:
             count += origin.close_idle(max(0, most - count))
         return count
 
-    def upstreams(self, shard: ShardURL, size: int | None = None) -> Iterator[UpstreamOrigin]:
-        """Yield each upstream that has the shard; query an upstream only when it is reached.
+    def sources(self, shard: ShardURL, size: int | None = None) -> Iterator[Origin]:
+        """Yield each upstream that has the shard, queried only when it is reached, and the origin.
 
         ``size`` is that of the object, if known. A copy of another size is incomplete.
         """
         for upstream in self._upstreams:
             if (copy := upstream.find(shard, size)) is not None:
                 yield copy
+        yield self.of(shard)
 
     def write_back(self, shard: ShardURL, data: Path, sidecar: bytes) -> None:
         """Copy an entry to all upstreams with ``write_back``. Faults are logged, not raised."""
@@ -155,15 +156,20 @@ def _make(shard: ShardURL, options: Mapping[str, Any], timeout: float) -> Origin
 class UpstreamOrigin(Origin):
     """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard."""
 
-    name: str  #: of the upstream, for messages
-    failed: Callable[[Exception], None]  #: counts a fault; after some, the upstream is left alone
-    conditional: bool
-    _origin: Origin
+    _place: _Upstream
     _copy: ShardURL
     _copied: ObjectInfo  #: the version in the upstream
     _info: ObjectInfo  #: the version at the origin if a sidecar states it, otherwise `_copied`
     digest: str | None  #: tree digest of the bytes, if a sidecar states it
-    states_checksums: bool = False  # the digest proves more than a checksum
+    states_checksums = False  # the digest proves more than a checksum
+
+    def __post_init__(self) -> None:
+        self.upstream, self._origin = self._place.name, self._place.origin
+        self.conditional = self._origin.conditional
+
+    def failed(self, exn: Exception) -> None:
+        """See `base.Origin.failed`."""
+        self._place.failed(exn)
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -222,7 +228,7 @@ class _Upstream:
 
     def find(self, shard: ShardURL, size: int | None) -> UpstreamOrigin | None:
         """Return the upstream's copy of the shard, or None if it has no usable one."""
-        origin, copy = self.origin, self._copy_of(shard)
+        copy = self._copy_of(shard)
         if copy is None or self._breaker.left:
             return None
         try:
@@ -245,8 +251,7 @@ class _Upstream:
             except (KeyError, TypeError, ValueError, RecursionError) as exn:
                 logger.info("%s: ignoring the copy in %s: %r", shard, self.name, exn)
                 return None
-        versions = copied, info, digest
-        return UpstreamOrigin(self.name, self.failed, origin.conditional, origin, copy, *versions)
+        return UpstreamOrigin(self, copy, copied, info, digest)
 
     def failed(self, exn: Exception) -> None:
         """Count a fault. The first time that a job leaves the upstream alone is a warning."""

@@ -13,13 +13,13 @@ import errno
 import logging
 import os
 from dataclasses import InitVar, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from shardcache import clock
 from shardcache.download.download import Download, State
-from shardcache.errors import IntegrityError, TransferError
+from shardcache.errors import IntegrityError, ShardCacheError, TransferError
+from shardcache.faults import os_error
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -36,11 +36,10 @@ from shardcache.store.entry import Opened
 from shardcache.store.partial import PartialSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from _typeshed import WriteableBuffer
 
-    from shardcache.origins.resolve import UpstreamOrigin
     from shardcache.process import ProcessCache
     from shardcache.store.entry import Entry
     from shardcache.urls import ShardURL
@@ -225,74 +224,95 @@ class DownloadReader:
 
 @dataclass(eq=False, repr=False)
 class OriginReader:
-    """Reads one version of a shard from its origin or an upstream, bypassing the cache.
+    """Reads one version of a shard from an upstream or its origin, bypassing the cache.
 
-    Requests are retried as in a download, so an error is final. A forked child continues at the
-    same byte, with the same version, over a connection of its own.
+    Requests are retried as in a download, so an error is final. After a failure of an upstream, the
+    next source continues at the same byte, if it has the same version. So does a forked child, over
+    a connection of its own.
     """
 
     _cache: ProcessCache
     _shard: ShardURL
     _position: int = 0  # offset of the next byte
-    nearer: UpstreamOrigin | None = None  #: an upstream to read instead of the origin
-    info: ObjectInfo | None = None  #: the version to insist on, else None until it is known
+    info: InitVar[ObjectInfo | None] = None  #: the version to insist on
     stored: InitVar[Entry | None] = None  #: an entry of the version to insist on
     #: An open response of the origin that begins with the first byte of the shard.
     response: InitVar[Body | None] = None
-    #: The digest that an upstream states, and that of the bytes so far.
-    proof: tuple[str, TreeDigest] | None = None
     path = None
 
-    def __post_init__(self, stored: Entry | None, response: Body | None) -> None:
-        self._read_from(self.nearer)
-        if self.nearer is not None and self.nearer.digest is not None:
-            self.proof = self.nearer.digest, TreeDigest()
-        self._received = 0  # bytes of `_body`
-        self._has_failed = False  # whether the last attempt failed
-        self._version = self.info and self.info.version
-        self.size: int | None = None  #: bytes of the shard, once known
+    def __post_init__(
+        self, info: ObjectInfo | None, stored: Entry | None, response: Body | None
+    ) -> None:
+        self._info = info  # the version that is read, once it is known
+        self._version = info and info.version  # to insist on, because bytes or the size were told
+        self._size: int | None = None  # bytes of the shard, once known
         if stored is not None:
-            self._version, self.size = stored.version, stored.size
-        self._body = response
+            self._version, self._size = stored.version, stored.size
+        # The digest that an upstream states, and that of the bytes so far.
+        self._proof: tuple[str, TreeDigest] | None = None
+        self._body: Body | None = None
         if response is None:
+            self._find_sources()
             self._body = self._call(self._open)
         else:
-            self.info, self.size = response.info, response.info.size
+            self._find_sources(iter([self._cache.origins.of(self._shard)]))
+            self._body, self._info, self._size = response, response.info, response.info.size
         self._read_at = clock.monotonic()
 
-    def _read_from(self, nearer: UpstreamOrigin | None) -> None:
-        """Read from an upstream, or from the origin, in this process."""
-        self.nearer, self._pid = nearer, os.getpid()
-        self._origin: Origin = nearer or self._cache.origins.of(self._shard)
-        self._counter = "bytes_origin" if nearer is None else "bytes_upstream"
-        # After one failed attempt at an upstream, the origin continues the stream.
-        attempts = None if nearer is None else 1
+    def _find_sources(self, sources: Iterator[Origin] | None = None) -> None:
+        self._pid = os.getpid()
+        self._sources = sources or self._cache.origins.sources(self._shard)
+        self._use_next_source()
+
+    def _use_next_source(self) -> None:
+        """Read from the next upstream, or at last from the origin."""
+        self._origin = origin = next(self._sources)
+        self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
+        attempts = 1 if origin.upstream else None
         self._retries = self._cache.resources.policy.started(str(self._shard), attempts)
+        self._received = 0  # bytes of `_body`
+        self._has_failed = False  # whether the last attempt failed
+        if self._version is None:
+            self._info = self._size = None
+            self._proof = (origin.digest, TreeDigest()) if origin.digest else None
+
+    @property
+    def size(self) -> int | None:
+        """The bytes of the shard, once known. Then only this version is read."""
+        if self._size is not None and self._info is not None:
+            self._version = self._info.version
+        return self._size
 
     def _leave_parent(self) -> None:
         """Continue in a forked child."""
         self._body = None  # not closed: that would end a connection or command of the parent
-        if self.info is not None and self.info.identifiable:
-            self._version = self.info.version
+        if self._info is not None and self._info.identifiable:
+            self._version = self._info.version
         elif self._position:
             raise TransferError(
                 f"{self._shard} can only be read on by the process that opened it, because its "
                 "origin names no version. Open it in the forked process.",
                 url=str(self._shard),
             )
-        name = None if self.nearer is None else self.nearer.name
-        upstreams = () if name is None else self._cache.origins.upstreams(self._shard)
-        self._read_from(next((own for own in upstreams if own.name == name), None))
+        self._find_sources()
 
     def _call(self, function: Callable[[], T]) -> T:
-        try:
-            return self._retries.call(function, sleep=clock.sleep)
-        except VersionChangedError as exn:
-            raise TransferError(
-                f"{self._shard} was replaced while it was streamed; the bytes read so far are of "
-                f"the old version ({self._version}). Read the shard again.",
-                url=str(self._shard),
-            ) from exn
+        """Call ``function`` for one source after the other, until it succeeds."""
+        while True:
+            try:
+                return self._retries.call(function, sleep=clock.sleep)
+            except VersionChangedError as exn:
+                if not self._origin.upstream:
+                    raise TransferError(
+                        f"{self._shard} was replaced while it was streamed; the bytes read so far "
+                        f"are of the old version ({self._version}). Read the shard again.",
+                        url=str(self._shard),
+                    ) from exn
+            except (ShardCacheError, os_error()) as exn:
+                if not self._origin.upstream:
+                    raise
+                self._origin.failed(exn)
+            self._use_next_source()
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
         """Read bytes at ``position``; return 0 at the end. A seek costs a new request."""
@@ -306,16 +326,13 @@ class OriginReader:
             return 0
         # Time that the caller spent between two reads does not count towards the deadline.
         self._retries.extend(clock.monotonic() - self._read_at)
-        count = self._call(lambda: self._receive_some(view))
-        assert self.info is not None
-        if not self._origin.conditional and (count == 0 or self._position == self.size):
-            # Before the last bytes are delivered.
-            self._call(partial(compare_version, self._origin, self._shard, self.info))
+        count = self._call(lambda: self._receive(view))
+        assert self._info is not None
         if count == 0:
-            self.size = self._position
-        if self.proof is not None:
-            self._prove(view[:count], *self.proof)
-        self._version = self._version or self.info.version
+            self._size = self._position
+        if self._proof is not None:
+            self._prove(view[:count], *self._proof)
+        self._version = self._version or self._info.version
         self._cache.counters.read(count, self._counter)
         self._has_ended()
         self._read_at = clock.monotonic()
@@ -324,10 +341,10 @@ class OriginReader:
     def _prove(self, data: memoryview, stated: str, digest: TreeDigest) -> None:
         """Raise IntegrityError before the last bytes if all do not have the stated digest."""
         if digest.length + len(data) != self._position:
-            self.proof = None  # after a seek
+            self._proof = None  # after a seek
             return
         digest.update(data)
-        if self._position == self.size and digest.value() != stated:
+        if self._position == self._size and digest.value() != stated:
             raise IntegrityError(
                 f"{self._shard}: its copy in an upstream is damaged, and the bytes read so far are "
                 "from it. Remove the copy, and read the shard again.",
@@ -336,10 +353,23 @@ class OriginReader:
 
     def _has_ended(self) -> bool:
         """Return whether the end is reached. If so, release the connection before `close`."""
-        has_ended = self.size is not None and self._position >= self.size
+        has_ended = self._size is not None and self._position >= self._size
         if has_ended:
             self.close()
         return has_ended
+
+    def _receive(self, view: memoryview) -> int:
+        """Receive bytes. Compare the version of the object before the last ones are delivered."""
+        start, count = self._position, self._receive_some(view)
+        try:
+            if not self._origin.conditional and (count == 0 or self._position == self._size):
+                assert self._info is not None
+                compare_version(self._origin, self._shard, self._info)
+        except BaseException:
+            self.close()
+            self._position = start
+            raise
+        return count
 
     def _receive_some(self, view: memoryview) -> int:
         """Receive bytes, and move the position. After a failure, receive `PROGRESS` or fail."""
@@ -354,7 +384,7 @@ class OriginReader:
             count = 0
             while count < least and (more := body.readinto(view[count:])):
                 count += more
-            is_end = self.size is None or self._position + count in (self.size, body.stop)
+            is_end = self._size is None or self._position + count in (self._size, body.stop)
             if count < least and not is_end:
                 raise TransientError("the origin ended early")
             self._retries.check()
@@ -373,10 +403,10 @@ class OriginReader:
     def _open(self) -> Body:
         """Request the bytes after the position, of the version that was read so far, if any."""
         if self._version is None:
-            self.info = None
-        elif self.info is not None and not self._origin.conditional:
-            compare_version(self._origin, self._shard, self.info)
-        info = self.info if self.info is not None and self.info.size is not None else None
+            self._info = None
+        elif self._info is not None and not self._origin.conditional:
+            compare_version(self._origin, self._shard, self._info)
+        info = self._info if self._info is not None and self._info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)
         try:
             if self._version is not None and not body.info.identifiable:
@@ -392,8 +422,8 @@ class OriginReader:
         except BaseException:
             body.close()
             raise
-        self.info = self.info or body.info
-        self.size = self.size if self.info.size is None else self.info.size
+        self._info = self._info or body.info
+        self._size = self._size if self._info.size is None else self._info.size
         return body
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ one continues at the same byte:
     failed     replacement
     entry      the entry, reopened once if its handle is stale; otherwise an upstream or the origin
     download   an upstream or the origin, bypassing the cache
-    upstream   the origin
+    upstream   the next upstream that has the version, or the origin (`OriginReader`)
     origin     none, so the user gets the error
 
 Once bytes were delivered, the rest must be of the same version. A stream without a replacement
@@ -145,7 +145,7 @@ def _buffered(
 
 def stream_file(cache: ProcessCache, file: ShardURL) -> BinaryIO:
     """Return a stream of a file without storing it."""
-    return _buffered(cache, file, _nearest(cache, file))
+    return _buffered(cache, file, OriginReader(cache, file))
 
 
 def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
@@ -197,10 +197,12 @@ def _bypass(
     counts = {} if counter is None else {counter: 1}
     try:
         _warn(cache, shard, fault)
+        info = response = None
         if failed is not None and fixed:
-            reader = OriginReader(cache, shard, position, info=failed.info)
-        else:
-            reader = _nearest(cache, shard, position, failed)
+            info = failed.info
+        elif failed is not None and position == 0:
+            response = failed.take_response()
+        reader = OriginReader(cache, shard, position, info=info, response=response)
     except Exception as exn:
         cache.counters.add({"failed": 1, **counts})
         number = getattr(fault, "errno", None)
@@ -248,20 +250,6 @@ def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
             *(config.dir, most, config.min_free, shard),
             extra=facts,
         )
-
-
-def _nearest(
-    cache: ProcessCache, shard: ShardURL, position: int = 0, failed: DownloadReader | None = None
-) -> OriginReader:
-    """Return a reader of the response that ``failed`` kept, or of an upstream, or of the origin."""
-    response = failed.take_response() if failed is not None and position == 0 else None
-    if position == 0 and response is None:
-        for upstream in cache.origins.upstreams(shard):
-            try:
-                return OriginReader(cache, shard, nearer=upstream)
-            except (ShardCacheError, os_error()) as exn:
-                upstream.failed(exn)
-    return OriginReader(cache, shard, position, response=response)
 
 
 class ShardStream(io.RawIOBase):
@@ -409,12 +397,6 @@ class ShardStream(io.RawIOBase):
             return self._replace_entry(failed, fault)
         if isinstance(failed, DownloadReader):
             return _bypass(cache, shard, fault, failed, position, fixed=self._version_fixed)
-        if isinstance(failed, OriginReader) and failed.nearer is not None:
-            if isinstance(fault, IntegrityError):  # bytes that were read are wrong
-                raise fault
-            logger.info("%s: the upstream failed, so the origin serves the rest: %s", shard, fault)
-            known = (failed.info, failed.proof) if self._version_fixed else (None, None)
-            return OriginReader(cache, shard, position, info=known[0], proof=known[1])
         raise fault  # nothing can replace the origin
 
     def _replace_entry(self, opened: Opened, fault: OSError) -> Reader:
@@ -440,9 +422,8 @@ class ShardStream(io.RawIOBase):
         text = "%s cannot be read at byte %d of %s (%s); the rest is streamed"
         facts = shard, self._position, opened.path, fault.strerror
         cache.notices.warn(fault_kind(fault), text, *facts)
-        if not self._version_fixed:
-            return _nearest(cache, shard, self._position)
-        return OriginReader(cache, shard, self._position, stored=entry)
+        stored = entry if self._version_fixed else None
+        return OriginReader(cache, shard, self._position, stored=stored)
 
     def _use(self, reader: Reader) -> None:
         failed, self._reader = self._reader, reader

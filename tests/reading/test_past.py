@@ -176,12 +176,22 @@ def test_a_read_after_an_error_skips_no_bytes(near, origin, fail_files, monkeypa
     assert read(near) == DATA
 
 
-def test_a_read_of_a_damaged_entry_is_continued_at_the_origin(make_cache, tmp_path, copy, origin):
-    """Not from a copy, whose version may differ."""
+@pytest.mark.parametrize("copied", ["the same", "without sidecar", "another", "none"])
+def test_a_read_of_a_damaged_entry_is_continued_from_a_source_of_its_version(
+    make_cache, tmp_path, copy, origin, copied
+):
+    """Without a sidecar, the version of the entry is that of the copy."""
+    if copied == "without sidecar":
+        copy.with_name("0.tar.shardcache.json").unlink()
     cache = make_cache(dir=tmp_path / "node", upstreams=[tmp_path / "nas"])
     assert read(cache) == DATA
+    if copied == "another":
+        copy.write_bytes(OTHER)
+        copy.with_name("0.tar.shardcache.json").unlink()
+    elif copied == "none":
+        copy.unlink()
     with cache.open(URL) as stream:
         begin = stream.read(1000)
         os.truncate(stream.name, BLOCK)
         assert begin + stream.read() == DATA
-    assert starts(origin) == [BLOCK]
+    assert starts(origin) == ([] if copied in ("the same", "without sidecar") else [BLOCK])

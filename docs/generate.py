@@ -32,10 +32,10 @@ def options() -> str:
 
 Set an option as an argument of `Cache`, as an environment variable in upper case with `SHARDCACHE_`
 in front (`SHARDCACHE_MAX_SIZE`), or as a key in a TOML file. The first one that sets it wins:
-argument, variable, `$SHARDCACHE_CONFIG`, `./shardcache.toml`, `~/.config/shardcache/config.toml`,
-`/etc/shardcache.toml`; for `dir` and `max_size`, WebDataset's variables `WDS_CACHE` and
-`WDS_CACHE_SIZE` come last. The default directory is `shardcache` in `$XDG_CACHE_HOME` or
-`~/.cache`. `shardcache config` shows all values and sources.
+argument, variable, the file in `$SHARDCACHE_CONFIG`, or without it `./shardcache.toml`,
+`~/.config/shardcache/config.toml` and `/etc/shardcache.toml`; for `dir` and `max_size`,
+WebDataset's variables `WDS_CACHE` and `WDS_CACHE_SIZE` come last. The default directory is
+`shardcache` in `$XDG_CACHE_HOME` or `~/.cache`. `shardcache config` shows all values and sources.
 
 Write sizes like `800GB` or `1.5 TiB`; in Python, an `int` is a number of bytes. Write durations
 like `90` (seconds), `1h30m` or `14d`. `none` clears an option.

@@ -388,5 +388,5 @@ def archive_problem(fd: int, basename: str, size: int, most: int | None = None) 
     except (tarfile.CompressionError, tarfile.StreamError):
         return ""  # its members are not walked
     except (tarfile.TarError, ValueError) as exn:
-        return f"readers fail behind byte {at} ({exn})"
+        return f"readers fail after byte {at} ({exn})"
     return "" if name else unread(read, at)

@@ -527,11 +527,12 @@ def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]
 
 
 def _usual_files(env: Mapping[str, str]) -> list[Path]:
+    if named := env.get("SHARDCACHE_CONFIG"):
+        return [Path(named)]
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
     # Path.exists would raise PermissionError in a directory that this process may not enter.
-    existing = [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
-    return [Path(named), *existing] if (named := env.get("SHARDCACHE_CONFIG")) else existing
+    return [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
 
 
 def _from_files(paths: Sequence[Path]) -> Iterator[tuple[str, object, str]]:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.download.download import Download, Downloads, State
-from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError
+from shardcache.download.download import PASSING, Download, Downloads, State
+from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError, ShardCacheError
 from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
@@ -355,11 +355,13 @@ class ProcessCache:
         if started >= self._clean_due:
             self._clean()
         self.disk.check(writing, insist=not download.can_bypass)
-        opened = None
+        opened, failed = None, 0
         try:
             opened = Worker(self.resources, download).run(self._check)
-        except os_error() as exn:
-            self.disk.failed(writing, exn)
+        except (ShardCacheError, os_error()) as exn:
+            failed = int(not isinstance(exn, (UnusableError, *PASSING)))
+            if isinstance(exn, OSError):
+                self.disk.failed(writing, exn)
             raise
         finally:
             is_fetched = opened is not None and download.outcome == "fetched"
@@ -371,8 +373,7 @@ class ProcessCache:
                     retries=download.retries,
                     upstream=download.is_upstream,
                 )
-            elif download.received:
-                failed = int(download.state is not State.CANCELLED)
+            elif failed or download.retries:
                 self.counters.add({"fetches_failed": failed, "retries": download.retries})
         if opened is not None and is_fetched:
             if writing.faults:

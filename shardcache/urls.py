@@ -186,10 +186,10 @@ def server_of(url: str) -> str:
 
 def unexpanded(shard: ShardURL) -> ConfigError | None:
     """Return the error for a wildcard or a prefix that was opened as if it were one shard."""
-    if not shard.key or not re.match(r"[^?]*\*|s3.*/$", shard.raw):  # a listing has no key
+    if not shard.key or not re.match(r"[^?]*[*{]|s3.*/$", shard.raw):  # a listing has no key
         return None
     return ConfigError(
-        f"{shard}: not found, and `*` or a prefix is not expanded here. Pass "
+        f"{shard}: not found, and a prefix, `*` or `{{` is not expanded here. Pass "
         "shardcache.expand(SPEC), or write ranges as {0000..0127}.",
         url=str(shard),
     )
@@ -292,6 +292,8 @@ def parse_listed(parse: Callable[[str], ShardURL], url: str) -> ShardURL:
 
 
 def _file(url: str, path: str) -> str:
+    if url.lower().startswith("file://localhost/"):
+        path = path[len("localhost") :]
     if not path:
         raise ConfigError(f"{url!r} names no file")
     if url[0] in "\"'":

@@ -371,12 +371,12 @@ def _check_readers(
         logger.warning(
             "this pipeline shuffles the shards before it splits them, in another order in each "
             "rank and worker. So some samples are read several times, and others not at all. Put "
-            "the shuffle behind split_by_node and split_by_worker."
+            "the shuffle after split_by_node and split_by_worker."
         )
     if known and not by_worker and workers > 1 and is_new("unsplit", cache):
         logger.warning(
             "each of the %d workers reads all shards of its rank. Add wds.split_by_worker to the "
-            "pipeline, behind split_by_node.",
+            "pipeline, after split_by_node.",
             workers,
         )
     readers = (ranks := ranks if by_node else 1) * (workers := workers if by_worker else 1)

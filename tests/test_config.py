@@ -86,7 +86,7 @@ def test_options_are_parsed_alike_from_every_source(name, home):
 def test_the_first_source_wins(home):
     user = home / ".config" / "shardcache" / "config.toml"
     user.parent.mkdir(parents=True)
-    (home / "stated.toml").write_text('dir = "/stated"\n')
+    (home / "stated.toml").write_text('dir = "/stated"\nattempts = 2\n')
     Path("shardcache.toml").write_text('dir = "/local"\nattempts = 2\n')
     user.write_text('dir = "/user"\nattempts = 3\nconnections = 4\n')
     sources = {
@@ -100,8 +100,9 @@ def test_the_first_source_wins(home):
         environ |= variables
         config, found = load({"dir": "/arg"} if source == "argument" else {}, environ)
         assert found["dir"] == source
-        assert (config.attempts, config.connections, str(config.max_size)) == (2, 4, "3GB")
-    assert found["attempts"] == f"file {home}/here/shardcache.toml"
+        usual = 32 if "SHARDCACHE_CONFIG" in environ else 4  # a named file replaces the usual ones
+        assert (config.attempts, config.connections, str(config.max_size)) == (2, usual, "3GB")
+    assert found["attempts"] == f"file {home}/stated.toml"
     assert (found["max_size"], found["fill"]) == ("environment WDS_CACHE_SIZE", "default")
     more = {"SHARDCACHE_MAX_SIZE": "None", "SHARDCACHE_ATTEMPTS": " "}  # cleared, and ignored
     config, _ = load({}, {**environ, **more, "XDG_CONFIG_HOME": str(home / "absent")})

@@ -140,7 +140,9 @@ def _owner(tier: Config) -> Findings:
     check_usable(tier)
     path = _existing(tier.dir)
     if not os.access(path, os.W_OK | os.X_OK):
-        fix = f"Make it writable (mount -o remount,rw {shlex.quote(str(path))})."
+        is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
+        how = "mount -o remount,rw" if is_frozen else "chmod -R u+w"
+        fix = f"Make it writable ({how} {shlex.quote(str(path))}), or use another directory."
         yield "fail", "its shards can be read, but none can be added", fix
     elif path != tier.dir:
         yield "ok", "writable, will be created", ""
@@ -281,7 +283,8 @@ def _endpoint(config: Config, url: str | None) -> Findings:
     with contextlib.suppress(ValueError):  # the server has sent no valid date
         date = parsedate_to_datetime(response.headers.get("date", ""))
         skew = abs(date.timestamp() - now)
-        text = f"the clocks of this machine and of {host} differ by {format_duration(skew)}"
+        by = format_duration(skew) if skew >= 2 else "less than two seconds"  # Date has seconds
+        text = f"the clocks of this machine and of {host} differ by {by}"
         fix = "Synchronise the clock (chronyc makestep): S3 refuses requests above 15 minutes."
         yield ("ok", text, "") if skew < _SKEW else ("warn", text, fix)
 

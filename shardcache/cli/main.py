@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import click
 
 from shardcache.cli.output import Console, reason
-from shardcache.config import Loaded, __version__, load
+from shardcache.config import Loaded, __version__, describe, load
 from shardcache.errors import (
     REMOVED,
     ConfigError,
@@ -87,7 +87,7 @@ class Invocation:
         self.dir: str | None = None
         self.config: str | None = None
         self.endpoint_url: str | None = None
-        self.storage_options: dict[str, Any] = {}
+        self.store_options: dict[str, str] = {}  #: of S3, for `aws.with_options`
         self.received: int | None = None  #: the number of the first signal, once it was received
         self.stop = threading.Event()  #: set by the first signal
         self._polls_stop = False
@@ -101,15 +101,17 @@ class Invocation:
         """Return the configuration and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
         loaded = load({"dir": self.dir, "endpoint_url": self.endpoint_url}, files=files, job=job)
-        if self.storage_options:
-            merged = {**loaded.config.storage_options, **self.storage_options}
-            loaded = loaded._replace(config=loaded.config.replace(storage_options=merged))
+        if self.store_options:
+            from shardcache.origins.aws import with_options
+
+            config = with_options(loaded.config, self.store_options.items())
+            loaded = loaded._replace(config=config)
         return loaded
 
-    def loaded_with_job_limits(self, *names: str) -> Loaded:
+    def loaded_with_job_limits(self) -> Loaded:
         """Return the configuration, completed by the limits and tiers that the last job had.
 
-        A job may set them in its code. With ``names``, only these options are completed.
+        A job may set them in its code.
         """
         from shardcache.layout import Layout
         from shardcache.store.root import is_cache
@@ -128,9 +130,18 @@ class Invocation:
             limits = job_limits(Layout.of_root(root))
             tiers = [tier for tier in limits.get("tiers") or () if is_ours(Path(tier["dir"]))]
             limits["tiers"] = tiers or None
-            return self.loaded({name: limits.get(name) for name in names or limits})
+            return self.loaded(limits)
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
+
+    def show_job_limits(self, loaded: Loaded, given: Collection[str]) -> dict[str, str]:
+        """Print and return the limits of the last job that hold, because they are not ``given``."""
+        options = (option for option in describe(loaded) if option.source == "last job")
+        limits = {option.name: option.value for option in options if option.name not in given}
+        if limits:
+            text = ", ".join(f"{name} {value}" for name, value in limits.items())
+            self.console.hint(f"Limits of the last job: {text}.")
+        return limits
 
     def cache(
         self, loaded: Loaded | None = None, *, existing: bool = False, **options: Any
@@ -258,10 +269,8 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
     name, invocation = str(parameter.name), context.ensure_object(Invocation)
     if name == "verbosity":
         invocation.console.verbosity += value
-    elif value and name in ("anon", "profile"):
-        invocation.storage_options[name] = value
-    elif value and name == "region":
-        invocation.storage_options["client_kwargs"] = {"region_name": value}
+    elif value and name in ("anon", "profile", "region_name"):
+        invocation.store_options[name] = value
     elif value:
         setattr(invocation if hasattr(invocation, name) else invocation.console, name, value)
 
@@ -275,7 +284,7 @@ _option = functools.partial(click.option, expose_value=False, callback=_take)
 #: The options of a command that reads from S3, with the names that the AWS CLI has.
 store_options = _combined(
     _option("--no-sign-request", "anon", is_flag=True, help="S3: send no credentials."),
-    _option("--region", metavar="NAME", help="S3: the region of the bucket."),
+    _option("--region", "region_name", metavar="NAME", help="S3: the region of the bucket."),
     _option("--profile", metavar="NAME", help="S3: the profile with the credentials."),
     _option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
 )

@@ -24,9 +24,10 @@ from shardcache.cli.output import (
     printable,
     reason,
 )
-from shardcache.config import absolute
+from shardcache.config import Config, absolute
 from shardcache.download.connections import parse_rate
 from shardcache.errors import ShardNotFoundError
+from shardcache.origins.aws import with_options
 from shardcache.origins.listing import SHARD, is_pattern
 from shardcache.prewarm.plan import own_share
 from shardcache.prewarm.results import (
@@ -135,7 +136,8 @@ def prewarm_command(
     if ray:
         return _prewarm_ray(invocation, all_specs, options, max_size, ranks)
     options["share"] = None if ranks is None else own_share(node_rank, node_count, ranks)
-    loaded = invocation.loaded_with_job_limits("tiers")
+    loaded = invocation.loaded_with_job_limits()
+    invocation.show_job_limits(loaded, ["max_size"] if max_size else [])
     connections = max(jobs or 0, loaded.config.connections)
     max_size = max_size or loaded.config.max_size
     cache = invocation.cache(loaded, connections=connections, max_size=max_size)
@@ -167,7 +169,9 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
         raise click.UsageError("PREFIX is the place of the files of DIR, such as s3://lab/train/.")
     if not Path(source).is_dir():
         raise click.UsageError(f"{source} is not a directory.")
-    cache = invocation.cache(invocation.loaded_with_job_limits("tiers"))
+    loaded = invocation.loaded_with_job_limits()
+    invocation.show_job_limits(loaded, [])
+    cache = invocation.cache(loaded)
     paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
     roots = [tier.dir.resolve() for tier in cache.config.by_tier()]  # DIR may contain the cache
     paths = [p for p in paths if not any(map(p.resolve().is_relative_to, roots))]
@@ -261,7 +265,8 @@ def _prewarm_ray(
     only_plans = options["check"] or options["dry_run"]
     settings: dict[str, Any] = {"dir": invocation.dir and absolute(invocation.dir)}
     settings |= {"endpoint_url": invocation.endpoint_url}
-    settings |= {"storage_options": invocation.storage_options or None}
+    options_of_store = with_options(Config(Path("/")), invocation.store_options.items())
+    settings |= {"storage_options": options_of_store.storage_options or None}
     stop = invocation.poll_stop()
 
     def positions() -> Positions:

@@ -20,6 +20,7 @@ import click
 import shardcache
 from shardcache.cli.main import ExitCode, Invocation, command, store_options
 from shardcache.config import absolute, load
+from shardcache.errors import ConfigError
 from shardcache.layout import Layout
 from shardcache.notices import log_read_only, log_unusable
 from shardcache.ranks import RUN_VARIABLE, detect
@@ -69,6 +70,11 @@ def run_command(
         raise click.UsageError("Give a program to run, or --env.")
     if invocation.console.json:
         raise click.UsageError("This command prints no JSON: omit --json.")
+    if show and invocation.store_options:
+        raise click.UsageError(
+            "--env would print the storage options of the configuration. Set AWS_PROFILE or "
+            "AWS_DEFAULT_REGION, or storage_options in a file."
+        )
     variables = _variables(invocation, options)
     environment = {**os.environ, **variables}
     config = load(environ=environment).config
@@ -79,8 +85,9 @@ def run_command(
     for tier in config.by_tier():
         try:
             make_root(tier)
-        except OSError as exn:  # the program streams
-            log_unusable(unusable(tier.dir, exn), tier.dir, detect())
+        except (OSError, ConfigError) as exn:  # the program streams, as with `Cache`
+            error = exn if isinstance(exn, ConfigError) else unusable(tier.dir, exn)
+            log_unusable(error, tier.dir, detect())
         if is_read_only(tier.dir):
             log_read_only(tier.dir, detect())
     environment = {**os.environ, **variables}  # the program inherits that a fault was logged
@@ -110,7 +117,7 @@ def run_command(
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     was = "is known to have been" if code else "was"
     text = f"no shard {was} opened through the cache in {config.dir}"
-    text += "" if stats.opens or lines else " (is PYTHONPATH replaced?)"
+    text += "" if stats.opens or lines else " (does the program read any, or replace PYTHONPATH?)"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
@@ -133,8 +140,9 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
         variables["SHARDCACHE_ENDPOINT_URL"] = invocation.endpoint_url
     if verbosity := invocation.console.verbosity:
         variables["_SHARDCACHE_LOG"] = "INFO" if verbosity == 1 else "DEBUG"
-    if invocation.storage_options:
-        variables["SHARDCACHE_STORAGE_OPTIONS"] = json.dumps(invocation.storage_options)
+    if invocation.store_options:
+        merged = invocation.loaded().config.storage_options
+        variables["SHARDCACHE_STORAGE_OPTIONS"] = json.dumps(merged)
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:

@@ -178,8 +178,8 @@ def _figures(stats: Stats) -> str:
         return "Nothing was counted."
     lines = [f"Opens         {stats.opens:>13,}"]
     for name in OUTCOMES:
-        if (count := stats.counters[name]) or name in _ALWAYS:
-            share = count / stats.opens if stats.opens else 0.0
+        if stats.opens and ((count := stats.counters[name]) or name in _ALWAYS):
+            share = count / stats.opens
             lines.append(f"  {name.capitalize():<12}{count:>13,} / {stats.opens:,} ({share:6.2%})")
     read = f"Read from cache {format_bytes(stats.bytes_opened)}"
     read += f"    Fetched {format_bytes(stats.bytes_fetched)}"

@@ -14,7 +14,6 @@ import click
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Position, Positions, Row, display, fields_of, printable
-from shardcache.config import describe
 from shardcache.space.eviction import Removal
 from shardcache.store.partial import read_journal
 from shardcache.store.root import is_cache
@@ -75,12 +74,8 @@ def clean_command(
         if everything and not (dry_run or yes):
             what = "Remove the directory and" if remove_dir else "Remove"
             invocation.confirm(f"{what} every shard in {cache.dir}?")
-        options = [] if everything or (orphans and not given) else describe(loaded)
-        from_job = [option for option in options if option.source == "last job"]
-        job_limits = {option.name: option.value for option in from_job if option.name not in given}
-        if job_limits:
-            text = ", ".join(f"{name} {value}" for name, value in job_limits.items())
-            console.hint(f"Limits of the last job: {text}.")
+        is_limited = not (everything or (orphans and not given))
+        job_limits = invocation.show_job_limits(loaded, given) if is_limited else {}
         report = cache.clean(
             **given,
             orphans=orphans,

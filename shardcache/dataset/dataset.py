@@ -165,9 +165,9 @@ class TarDataset:
             )
         if self.cache.process.notices.is_new("counting"):
             logger.warning(
-                "counting the samples of %d shards, which downloads those that are not cached. To "
-                "do so only once, run `%s`, and pass the file: TarDataset('train.json').",
-                *(len(self.shards), command),
+                "counting the samples of %s, which downloads those that are not cached. To do so "
+                "only once, run `%s`, and pass the file: TarDataset('train.json').",
+                *(counted(len(self.shards), "shard"), command),
             )
         # The ranks of a node begin at different shards, so that each shard is counted by one rank.
         first = len(self.shards) * (ranks.local_rank or 0) // (ranks.local_size or 1)

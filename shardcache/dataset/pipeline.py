@@ -327,7 +327,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             ConfigError: the state was saved with other shards, stages, ranks or workers.
         """
         if not isinstance(state, Mapping) or "epoch" not in state:
-            raise ConfigError("this is no state of a pipeline. Pass what state_dict() returned.")
+            raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
         for each in _workers_of(state):
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
             self._seed = each["seed"]

@@ -331,7 +331,7 @@ def _processor_seconds() -> float:
     return time.process_time() + waited / 1e9
 
 
-#: Lowest accepted rate, in bytes per second. A slower download would look stuck to others.
+#: Lowest accepted rate, in bytes per second. With less, a request would take minutes.
 LEAST = 64_000
 #: Largest burst after a pause, as the number of seconds in which ``rate`` allows that many bytes.
 _BURST = 0.1

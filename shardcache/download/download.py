@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from shardcache.store.entry import Opened
     from shardcache.store.partial import Partial
 
-__all__ = ["Download", "Downloads", "Progress", "State"]
+__all__ = ["PASSING", "Download", "Downloads", "Progress", "State"]
 
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 #: How a shard was obtained.
 Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched", "imported"]
 
+#: Errors after which another reader may get the shard at once.
+PASSING = CacheFullError, LockTimeoutError, FetchCancelledError
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
 
@@ -156,8 +158,7 @@ class Download:
             self.is_ahead = False
             if self.state in (State.WAITING, State.RUNNING):
                 return True
-            passing = (CacheFullError, LockTimeoutError, FetchCancelledError)
-            if isinstance(self._error, ShardCacheError) and not isinstance(self._error, passing):
+            if isinstance(self._error, ShardCacheError) and not isinstance(self._error, PASSING):
                 return True
             return self._opened is not None or self._response is not None
 

@@ -253,6 +253,7 @@ class Transfer:
             response.close()
             response, self._is_whole = origin.open(shard, 0, None), True
         self._is_described |= self._is_whole
+        self.is_proven = response.proven or response.stop is not None
         self._first = response
         return response.info
 

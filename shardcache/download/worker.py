@@ -249,8 +249,10 @@ class Worker:
                     resources.learn_size(shard, info.size)
                     download.check()
                     try:
+                        if not (transfer.is_proven or info.checksum):
+                            raise unproven(shard)
                         partial = self._begin(info, digest=digest)
-                    except os_error():  # no room, so a reader streams the shard from this response
+                    except (UnprovenError, os_error()):  # a reader streams this response
                         if not source.upstream and (response := transfer.take_first()) is not None:
                             download.keep(response)
                         raise
@@ -267,6 +269,7 @@ class Worker:
             most = _HEADERS if transfer.may_end_early else 0
             return self._publish(partial, metadata, proven=transfer.is_proven, headers=most)
         except BaseException as exn:
+            download.retried(retries.retries)  # also those of the first request
             transfer.abandon(exn, partial)
             if not source.upstream or isinstance(exn, (FetchCancelledError, CacheFullError)):
                 raise
@@ -392,11 +395,7 @@ class Worker:
         if problem := archive_problem(partial.fd, shard.basename, metadata.size, headers):
             self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
         if not (proven or metadata.checked):
-            raise UnprovenError(
-                f"{shard}: the response has no length and ends with the connection, so it may "
-                "be incomplete. Let the server send a Content-Length.",
-                url=str(shard),
-            )
+            raise unproven(shard)
         if config.validate is not None:
             try:
                 config.validate(partial.data)
@@ -413,6 +412,12 @@ class Worker:
         entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
         partial.close()
         return entry
+
+
+def unproven(shard: ShardURL) -> UnprovenError:
+    """Return the error for a response that does not prove that it is complete."""
+    text = "the response has no length and ends with the connection, so it may be incomplete"
+    return UnprovenError(f"{shard}: {text}. Let the server send a Content-Length.", url=str(shard))
 
 
 def unlike(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:

@@ -89,9 +89,12 @@ def _authority(config: Config) -> str | None:
     return f"s3.{s3_region(options)}.amazonaws.com" if is_elsewhere else None
 
 
-def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
-    """Return a configuration with the client options of a ``pipe:`` command, such as a profile."""
-    given = dict(options)
+def with_options(config: Config, options: Collection[tuple[str, str]]) -> Config:
+    """Return a configuration with client options of a command, such as a profile.
+
+    The command is one of shardcache, or a ``pipe:`` command.
+    """
+    given, table = dict(options), config.storage_options
     merged = {**config.scheme_options("s3")}
     profile, anon = given.get("profile"), "anon" in given
     if profile or anon:
@@ -103,6 +106,8 @@ def for_command(config: Config, options: Collection[tuple[str, str]]) -> Config:
     if region := given.get("region_name"):
         merged["client_kwargs"] = {**(merged.get("client_kwargs") or {}), "region_name": region}
     endpoint = given.get("endpoint_url") or config.endpoint_url
+    has_own = isinstance(table.get("s3"), Mapping)  # otherwise, `merged` has all tables
+    merged = {**table, "s3": merged} if has_own else merged
     return config.replace(endpoint_url=endpoint, storage_options=merged)
 
 
@@ -126,7 +131,7 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
                 "To cache its output, set allow_schemes=['pipe'] in code, or "
                 "SHARDCACHE_ALLOW_SCHEMES=pipe, if you trust the authors of all shard lists."
             ) from None
-        own = _authority(for_command(config, options)) if options else endpoint
+        own = _authority(with_options(config, options)) if options else endpoint
         return dataclasses.replace(parse(target, endpoint=own), options=options)
 
     return parse_any

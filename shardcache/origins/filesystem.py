@@ -31,7 +31,10 @@ T = TypeVar("T")
 #: Options of fsspec's `open`, for filesystems that send one request per read (gs, az, hf). A block
 #: of 4 MiB fits into memory, and its transfer takes longer than the round trip of its request.
 _READING: dict[str, Any] = {"block_size": 4 << 20, "cache_type": "readahead"}
-_VALIDATORS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest")
+_VALIDATORS = (
+    *("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "Digest"),
+    "blob_id",  # of Hugging Face
+)
 _TIMES = (
     *("mtime", "LastModified", "last_modified", "Last-Modified"),
     *("updated", "modified", "created"),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
-from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
+from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.faults import os_error
 from shardcache.origins.base import (
     Checksum,
@@ -118,7 +118,7 @@ class Route(NamedTuple):
             there = split_url(target := urljoin(response.url, location))[:2]
         servers = (*self.servers, server)
         if there is None:
-            text = f"{server} redirects to a URL that is no valid one of a web server "
+            text = f"{server} redirects to a URL that is not one of a web server "
             text += f"({quoted(location.partition(':')[0])}). Check the URL and the endpoint."
         elif is_signed and here[0] == "https" != there[0]:
             text = f"{server} redirects credentials to a host without TLS. Check endpoint_url."
@@ -223,7 +223,7 @@ def stat(request: Callable[[], Response], first: Callable[[], Response]) -> Obje
     try:
         response = request()
         info = object_info(response, response.length)
-    except (AccessDeniedError, ConfigError, ShardNotFoundError):
+    except (AccessDeniedError, ConfigError):
         response = first()
         info = response.info
     response.close()

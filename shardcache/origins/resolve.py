@@ -29,7 +29,7 @@ from shardcache.config import Config, Upstream
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
 from shardcache.faults import Breaker
 from shardcache.files import random_token
-from shardcache.origins.aws import for_command, needs_s3fs, s3fs_options
+from shardcache.origins.aws import needs_s3fs, s3fs_options, with_options
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -84,7 +84,7 @@ class Origins:
         key = shard.scheme, shard.options, kind
         if key not in self._made:
             own = shard.options
-            config = for_command(self._config, own) if own else self._config
+            config = with_options(self._config, own) if own else self._config
             made = _make(shard, config.scheme_options(shard.scheme), config.timeout)
             self._made.setdefault(key, made)  # another thread may have been faster
         return self._made[key]

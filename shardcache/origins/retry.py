@@ -107,8 +107,15 @@ class Retries:
 
     def extend(self, seconds: float) -> None:
         """Extend the deadline by ``seconds`` that the download did not spend on its origin."""
+        self._touch()
         if self.end is not None:
             self.end += seconds
+
+    def _touch(self) -> None:
+        """Show other processes that a download which receives little is not stuck."""
+        if self._record is not None:
+            with ignoring(OSError):
+                os.utime(self._record)
 
     def call(self, function: Callable[[], T], *, sleep: Callable[[float], None]) -> T:
         """Call ``function`` until it succeeds, and return its result.
@@ -124,9 +131,7 @@ class Retries:
 
         def wait(seconds: float) -> None:
             self.check()
-            if self._record is not None:  # so that other processes do not take it for stuck
-                with ignoring(OSError):
-                    os.utime(self._record)
+            self._touch()
             left = math.inf if self.end is None else self.end - clock.monotonic()
             sleep(max(0.0, min(seconds, left, _TOUCH)))
             self.check()

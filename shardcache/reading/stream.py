@@ -77,6 +77,7 @@ _COUNTERS = {
     LockTimeoutError: "errors_lock",
     IntegrityError: "errors_integrity",
     FetchCancelledError: None,
+    UnprovenError: None,
     ShardCacheError: "errors_origin",
     PausedError: None,
     UnusableError: "errors_disk",

@@ -123,6 +123,8 @@ def test_commands_use_the_limits_of_the_last_job_and_do_not_replace_them(run, wa
             assert (
                 run("rm", "-y", warm[3])[0] == run("prewarm", "--max-size", "1GB", warm[3])[0] == 0
             )
+            code, _, err = run("prewarm", *warm, "s3://more/{0..9}.tar", "-n")
+            assert limits in err
             assert f"{shown} on disk (100%)" in run("ls")[1]
             assert shown in run("top", "--count", "1", "--interval", "0.2")[1]
             page = tmp_path / "report.html"

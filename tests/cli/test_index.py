@@ -71,7 +71,7 @@ END = 700 * (512 + 4096)
     ("data", "problem"),
     [
         (ONE[:1024] + TWO[:1024], "it ends at byte 2048 without an end marker"),
-        (ONE[:1024] + TWO[:700], "readers fail behind byte 1024 (unexpected end of data)"),
+        (ONE[:1024] + TWO[:700], "readers fail after byte 1024 (unexpected end of data)"),
         (ONE + TWO, "readers stop at an end marker at byte 1024 and miss the data from byte 10240"),
         (LARGE + TWO, f"readers stop at an end marker at byte {LONG} and miss the data from byte "),
         *(

@@ -178,7 +178,7 @@ def test_the_last_line_tells_what_webdataset_read(
     assert (code, out) == (0, "4\n4\n"), err
     *_, last = err.splitlines()
     assert f"{opened} shards opened" in last if opened else "no shard was opened" in last
-    assert "is PYTHONPATH replaced?" not in last
+    assert "replace PYTHONPATH?" not in last
     assert (reason is None) == ("not cached" not in last) and (reason or "") in last
     assert err.count("and WebDataset reads it") == (reason is not None)
     assert "could not be opened" not in last
@@ -200,7 +200,7 @@ WORDS = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
     ("words", "code", "out", "message"),
     [
         (["-c", "import sys; print(sys.argv[1:])", *WORDS], 0, f"{WORDS}\n", "no shard was opened"),
-        (["-I", "-c", ""], 0, "", "is PYTHONPATH replaced?"),
+        (["-I", "-c", ""], 0, "", "replace PYTHONPATH?"),
         (
             *(["-c", "import sys; sys.modules['shardcache'] = None; import webdataset"], 1, ""),
             f"shardcache is not installed for {sys.executable}",

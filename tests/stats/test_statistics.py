@@ -81,7 +81,8 @@ def test_outcomes_of_open(make_cache, origin, urls, tmp_path, fill):
     assert 3 * size < counted.pop("bytes_opened") < 4 * size
     twice = ("hits", "misses", "streamed", "fetches", "streamed_full")
     sizes = {"bytes_streamed": 2 * size, "bytes_stored": 2 * size}
-    assert counted == {**dict.fromkeys(twice, 2), "failed": 1, "errors_origin": 1, **sizes}
+    once = "failed", "errors_origin", "fetches_failed"
+    assert counted == {**dict.fromkeys(twice, 2), **dict.fromkeys(once, 1), **sizes}
     assert found.bytes_saved <= 2 * size
 
 
@@ -108,6 +109,15 @@ def test_a_download_that_its_reader_leaves_has_not_failed(make_cache, origin, ur
         stream.read(BLOCK)
     no_thread("fetch")
     assert cache.stats().bytes_origin and not cache.stats().fetches_failed
+
+
+def test_downloads_that_fail_with_their_first_request_are_counted(make_cache, origin, urls):
+    origin.faults.extend(Fault(None) for _ in range(3))
+    cache = make_cache(attempts=3)
+    report = cache.prewarm([urls[0], "s3://lab/absent.tar"], jobs=1)
+    assert report.failed == 2
+    found = cache.stats()
+    assert (found.fetches_failed, found.retries, found.opens) == (2, 2, 0)
 
 
 def test_retries_errors_removals_and_upstreams_are_counted(make_cache, origin, urls, tmp_path):

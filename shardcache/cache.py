@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import _socket
 import contextlib
 import errno
 import logging
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
@@ -127,9 +125,7 @@ class Cache:
         return cache
 
     def _setup(self, config: Config, started: float | None) -> None:
-        if not issubclass(socket.socket, _socket.socket):  # others ignore SO_RCVTIMEO
-            text = "reads over the sockets of gevent or eventlet would never time out. "
-            raise ConfigError(f"{text}Read shards in a process without their monkey patches.")
+        threads.refuse_patches()
         self.config = config
         self._started = started
         with undivided():  # from here on, forks wait for imports in other threads
@@ -180,7 +176,7 @@ class Cache:
             except Exception as exn:  # noqa: BLE001 - the first read raises it
                 logger.debug("not prepared: %s", exn)
 
-        with contextlib.suppress(RuntimeError):  # the limit of threads is reached
+        with contextlib.suppress(threads.NoThreadError):
             threads.start(run, "shardcache-prepare")
 
     def open(self, url: str) -> BinaryIO:

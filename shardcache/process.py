@@ -329,7 +329,7 @@ class ProcessCache:
 
     def _start_worker(self, download: Download) -> bool:
         """Start the worker's thread. Return False if the process cannot start a thread."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(threads.NoThreadError):
             name = f"shardcache-{download.shard.key[:8]}-fetch"
             threads.start(partial(self._run_worker, download), name)
             return True
@@ -423,7 +423,7 @@ class ProcessCache:
         if len(self._copying) < _COPIES:
             try:
                 self._copying.append(threads.start(self._copy_waiting, "shardcache-copy"))
-            except RuntimeError as exn:  # the process cannot start a thread
+            except threads.NoThreadError as exn:
                 logger.info("%s: not copied to an upstream yet: %s", shard, exn)
 
     def _copy_waiting(self) -> None:

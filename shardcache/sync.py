@@ -458,7 +458,7 @@ def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
         while not ended.wait(pause):
             post(f"{_this_process()}\n{clock.monotonic()}")
 
-    with contextlib.suppress(RuntimeError):  # no more threads; another rank may run the work, too
+    with contextlib.suppress(threads.NoThreadError):  # another rank may run the work, too
         threads.start(beat, "shardcache-once")
     try:
         yield

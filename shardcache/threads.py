@@ -12,6 +12,7 @@ the new thread waits for a lock forever. So another thread calls it (`start`).
 
 from __future__ import annotations
 
+import _socket
 import _thread
 import codecs
 import contextlib
@@ -19,6 +20,7 @@ import functools
 import importlib
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,6 +29,8 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty
 from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+from shardcache.errors import ConfigError
 
 T = TypeVar("T")
 #: Receives the outcome of a call: its result, or a list with its exception.
@@ -107,10 +111,17 @@ class lazy(functools.cached_property[T]):  # noqa: N801 - used as a decorator
         return value
 
 
-def start(function: Callable[[], object], name: str) -> threading.Thread:
-    """Call ``function`` in a new daemon thread; RuntimeError at the limit of threads.
+class NoThreadError(Exception):
+    """No thread can be started: at a limit, or because the interpreter shuts down.
 
-    A daemon thread does not keep a program from ending.
+    Python raises a RuntimeError, as signal handlers do, such as that of torch's DataLoader.
+    """
+
+
+def start(function: Callable[[], object], name: str) -> threading.Thread:
+    """Call ``function`` in a new daemon thread, which does not keep a program from ending.
+
+    Raises NoThreadError.
     """
     _register_hooks(_HOOKS[1] in sys.modules)
     if len(_started) >= _MAX_REMEMBERED:
@@ -121,13 +132,25 @@ def start(function: Callable[[], object], name: str) -> threading.Thread:
         thread.start()
         _started.add(thread)
 
-    if is_main():
-        results: Results[None] = Queue()
-        _thread.start_new_thread(put_result, (begin, results))
-        get_result(results, None)
-    else:
-        begin()
+    try:
+        if is_main():
+            results: Results[None] = Queue()
+            _thread.start_new_thread(put_result, (begin, results))
+            get_result(results, None)
+        else:
+            begin()
+    except RuntimeError as exn:
+        if "new thread" not in str(exn):
+            raise
+        raise NoThreadError(str(exn)) from None
     return thread
+
+
+def refuse_patches() -> None:
+    """Raise ConfigError if gevent or eventlet has patched sockets: theirs ignore SO_RCVTIMEO."""
+    if not issubclass(socket.socket, _socket.socket):
+        text = "reads over the sockets of gevent or eventlet would never time out. "
+        raise ConfigError(f"{text}Read shards in a process without their monkey patches.")
 
 
 def is_main() -> bool:
@@ -152,7 +175,7 @@ def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     results: Results[T] = Queue()
     try:
         start(lambda: put_result(function, results), name)
-    except RuntimeError:
+    except NoThreadError:
         put_result(function, results)
     return get_result(results, seconds)
 

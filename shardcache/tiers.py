@@ -287,7 +287,7 @@ class Housekeeper:
                 self.due = self._next
             if is_due or (in_memory and space.limits().free_needed):
                 self._thread = threads.start(lambda: self._work(space, is_due), "shardcache-clean")
-        except (os_error(), RuntimeError) as exn:  # the directory is gone, or too many threads run
+        except (os_error(), threads.NoThreadError) as exn:  # the directory may be gone
             logger.debug("no cleaning: %s", exn)
 
     def _work(self, space: Space, is_due: bool) -> None:

@@ -388,6 +388,11 @@ def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     return f"{base}{query and _masked(query)}", f"{base}{query}", path or host
 
 
+def is_signed(query: str) -> bool:
+    """Return whether a query has a complete signature."""
+    return _without_signatures(query) != query
+
+
 def _without_signatures(query: str) -> str:
     """Return a query without the parameters of complete signatures."""
     pairs = [(pair, pair.partition("=")[0].lower()) for pair in query.split("&")]

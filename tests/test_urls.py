@@ -197,6 +197,7 @@ SHOWN = [
         ("http://h", "http://h/"),
         ("https://h/k#part", "https://h/k"),
         ("/data//x/./k", "file:///data/x/k"),
+        ("file://localhost/data/x", "file:///data/x"),
         # Schemes that are allowed by name.
         ("sftp://me@h/k.tar", "sftp://h/k.tar"),
         ("swift://box@h/k", "swift://box@h/k"),

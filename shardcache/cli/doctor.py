@@ -31,7 +31,7 @@ from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import LOCAL_TYPES, lock_kind, mount_of
 from shardcache.origins.aws import endpoint_of, s3_access, url_parser
 from shardcache.origins.base import ObjectInfo, TransientError
-from shardcache.origins.connection import Transport
+from shardcache.origins.connection import MalformedError, Transport
 from shardcache.origins.listing import expand_braces, is_pattern
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
@@ -268,7 +268,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
         parts = urlsplit(server)
         host, port = parts.hostname or "", parts.port or parts.scheme
         rows = [] if via else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as exn:
+    except (OSError, MalformedError) as exn:
         yield "fail", f"{server} does not respond{via}: {exn}", _NO_ENDPOINT
         return
     with ThreadPoolExecutor(len(rows) or 1) as pool:

@@ -15,6 +15,7 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import SKIPPED, Position, Positions, display
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
+from shardcache.dataset.order import whole
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.prewarm.plan import expand
 from shardcache.units import counted, format_bytes, format_duration
@@ -72,11 +73,14 @@ def index_command(
                         f"{shard}: the values of its parameters may be secrets, which FILE does "
                         "not hold. Pass the URLs to TarDataset, without an index file."
                     )
-            writer = stack.enter_context(open(journal, "a+", buffering=1, encoding="utf-8"))
+            writer = stack.enter_context(
+                open(journal, "a+", buffering=1, encoding="utf-8", errors="replace")
+            )
             writer.seek(0)
             for line in writer:
-                with contextlib.suppress(ValueError):  # a killed run left half a line
-                    counts |= dict([json.loads(line)])
+                with contextlib.suppress(ValueError, TypeError):  # a killed run left half a line
+                    url, number = json.loads(line)
+                    counts[url] = whole("samples", number, 0)
         urls = [*map(str, shards)]
         counts = {url: counts[url] for url in urls if url in counts}
         missing = [shard for shard in shards if str(shard) not in counts]

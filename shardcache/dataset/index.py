@@ -185,8 +185,11 @@ class OpenShard:
 
     def _pread(self, size: int, offset: int) -> bytes:
         data = os.pread(self._fd, size, offset)
-        if len(data) < min(size, self.size - offset):
-            raise OSError(errno.EIO, f"the file ends at byte {offset + len(data)} of {self.size}")
+        while len(data) < min(size, self.size - offset):  # Linux reads 2 GiB at most
+            at = offset + len(data)
+            if not (more := os.pread(self._fd, size - len(data), at)):
+                raise OSError(errno.EIO, f"the file ends at byte {at} of {self.size}")
+            data += more
         return data
 
     @property
@@ -311,7 +314,7 @@ def count_samples(
                 threads.put_result(lambda: (number, count(shard)), results)  # noqa: B023
 
     started = 0
-    with contextlib.suppress(RuntimeError):  # the limit of threads is reached
+    with contextlib.suppress(threads.NoThreadError):
         while started < min(_JOBS, len(shards)):
             threads.start(work, "shardcache-index")
             started += 1

@@ -207,11 +207,13 @@ class ShardBatchSampler(Sampler[list[int]]):
                     f"the state was saved with other {what}: {name} was {found} and is {own}. "
                     "Resume with the same, or start without the state."
                 )
-        # The last batch ends after the lanes. It may have had another size.
-        taken = saved("taken", 0, self.order.total + saved("global_batch", 1))
         epoch, lanes, shuffle = saved("epoch", 0), saved("lanes", 1), saved("shuffle", 0)
+        # The last batch ends after the lanes. It may have had another size.
+        most = -(-(self.order.total + saved("global_batch", 1)) // lanes)
+        taken, before = saved("taken", 0, most), (self.order.lanes, self.shuffle)
         self._arrange(lanes, shuffle)
         if (found := state.get("mixed", "")) != (own := self.order.mixed(epoch, taken)):
+            self._arrange(*before)
             raise ConfigError(
                 f"the state was saved with other weights: from each part, {found} samples had been "
                 f"taken, and now {own}. Weights may change with an epoch that has not begun."

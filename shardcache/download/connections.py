@@ -224,7 +224,7 @@ class Connections:
         try:
             # Not under the lock, because starting waits until the new thread runs.
             threads.start(self._help, "shardcache-part")
-        except RuntimeError:  # the limit of threads is reached, so the workers fetch alone
+        except threads.NoThreadError:  # the workers fetch alone
             with self.lock:
                 self._use(-1)
                 self._queues.clear()

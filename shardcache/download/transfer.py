@@ -174,7 +174,7 @@ class Transfer:
             with self._download.transferring(self._fail):
                 if not self._is_described:
                     # Not a helper, which would first need a connection.
-                    with contextlib.suppress(RuntimeError):  # too many threads: no checksum
+                    with contextlib.suppress(threads.NoThreadError):  # then without checksum
                         self._describer = threads.start(self._describe, "shardcache-checksum")
                 if self._queue.parts:
                     self._resources.connections.offer(self._queue)

@@ -74,14 +74,12 @@ class ShardFile(io.BufferedReader):
     @property
     def size(self) -> int | None:
         """The size in bytes, once the origin has stated it; None if the origin does not."""
-        raw: Any = self.raw
-        position = raw.tell()
+        if not isinstance(self.raw, ShardStream):  # a file that is read in place
+            return os.fstat(self.fileno()).st_size
         try:
-            return int(raw.seek(0, io.SEEK_END))
+            return self.raw.size()
         except io.UnsupportedOperation:
             return None
-        finally:
-            raw.seek(position)
 
     def fileno(self) -> int:
         """Return a descriptor of the shard's file; waits until the shard is complete."""

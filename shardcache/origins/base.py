@@ -13,10 +13,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.urls import ShardURL, unexpanded
+
+if TYPE_CHECKING:
+    import socket
 
 #: HTTP statuses below 500 after which another attempt may succeed: timeouts and throttling.
 _TRANSIENT = frozenset({408, 425, 429})
@@ -70,6 +73,17 @@ def failure(kind: type[OSError], text: str) -> OSError:
     error = kind(text)
     error.errno = errno.EPROTO
     return error
+
+
+def receive(sock: socket.socket, buffer: memoryview, count: int, flags: int) -> int:
+    """Call ``recv_into``. Return -1 if nothing came for the time of SO_RCVTIMEO."""
+    try:
+        return sock.recv_into(buffer, count, flags)
+    except BlockingIOError as exn:
+        # If a signal handler raised it, in a frame of its own, bytes may have left the socket.
+        if exn.__traceback__ is not None and exn.__traceback__.tb_next is not None:
+            raise
+        return -1
 
 
 def refusal(

@@ -70,7 +70,9 @@ class PipeBody:
             if not poller.poll(self._timeout * 1000):
                 raise TransientError(f"no data for {self._timeout:g} s", timed_out=True)
             count = os.readv(self._output.fileno(), [buffer])
-        except (os_error(), ValueError) as exn:  # ValueError: after `close`
+        except (ValueError, os_error()) as exn:
+            if isinstance(exn, ValueError) and not self._output.closed:  # of a signal handler
+                raise
             raise TransientError(f"reading the command's output failed: {exn}") from exn
         if count == 0:
             status = None

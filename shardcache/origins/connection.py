@@ -33,7 +33,7 @@ from httptools import HttpParserError, HttpResponseParser
 
 from shardcache import clock, threads
 from shardcache.faults import is_local_error, os_error
-from shardcache.origins.base import ObjectInfo, TransientError, failure
+from shardcache.origins.base import ObjectInfo, TransientError, failure, receive
 
 if TYPE_CHECKING:
     from shardcache.origins.tls import TLSStream
@@ -74,11 +74,15 @@ _URL = re.compile(r"(https?)://([^/?#]+)([^#]*)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\r\n\0]")
 
 
+class MalformedError(Exception):
+    """A URL, a header or a response is malformed. A ValueError may be of a signal handler."""
+
+
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return the scheme, authority and path of a URL; raise ValueError if it is not http(s)."""
+    """Return the scheme, authority and path of a URL; MalformedError if it is not http(s)."""
     match = _URL.match(url)
     if match is None:
-        raise ValueError("it is not the URL of a web server")
+        raise MalformedError("it is not the URL of a web server")
     scheme, authority, path = match.groups()
     return scheme.lower(), authority, path if path.startswith("/") else f"/{path}"
 
@@ -103,7 +107,7 @@ def _proxy_of(server: str, proxies: Mapping[str, str] | None) -> tuple[str, str]
     # Like curl, also accept "host:port" without a scheme.
     hop, authority, _ = split_url(proxy if "://" in proxy else f"http://{proxy}")
     if hop != "http":
-        raise ValueError("a proxy must be an http:// URL")
+        raise MalformedError("a proxy must be an http:// URL")
     user, _, authority = authority.rpartition("@")
     return authority, user
 
@@ -131,6 +135,7 @@ def connect(host: str, port: int, timeout: float, failures: dict[_Address, float
     ``failures`` has the time of the last failure of addresses; threads may share it. The type of
     an OSError is that of the last failure.
     """
+    threads.refuse_patches()
     try:
         untried = threads.call(lambda: _addresses(host, port, failures), timeout, "shardcache-dns")
     except Empty:
@@ -262,7 +267,7 @@ class _Connection:
         try:
             self.parser.feed_data(data)
         except HttpParserError as exn:
-            if (raised := exn.__context__) is not None and not isinstance(raised, ValueError):
+            if (raised := exn.__context__) is not None and not isinstance(raised, MalformedError):
                 raise raised from None  # by a signal handler, in a method of `message`
             if not message.complete:
                 raise failure(ConnectionError, f"the response is not HTTP: {exn}") from None
@@ -302,10 +307,10 @@ class _Connection:
     def _receive(self, view: memoryview, flags: int) -> int:
         """Return the number of bytes received: 0 if closed, -1 if none came for `_slice` s."""
         started = time.monotonic()
-        try:
-            count = (self.tls or self.socket).recv_into(view, 0, flags)
-        except BlockingIOError:
-            count = -1
+        if self.tls is None:
+            count = receive(self.socket, view, 0, flags)
+        else:
+            count = self.tls.recv_into(view, flags)
         self._spent += time.monotonic() - started
         self.came += max(0, count)
         if self._spent >= self._timeout:
@@ -328,7 +333,7 @@ class _Message:
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise ValueError("bytes behind the response")
+            raise MalformedError("bytes behind the response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
@@ -486,7 +491,7 @@ class Transport:
             StaleError: the server had closed the kept connection.
             PermissionError: the proxy refuses to connect to the server, or demands a login.
             OSError: the connection failed, or no response came in time.
-            ValueError: the server, a header or the proxy's URL is malformed; nothing was sent.
+            MalformedError: the server, a header or the proxy's URL is malformed; nothing was sent.
         """
         kept = self._take(server)
         connection = kept or self._connect(server)
@@ -555,7 +560,7 @@ class Transport:
 
     def via(self, server: str) -> str:
         """Return a phrase that names the proxy for a server, or "" without a proxy."""
-        with contextlib.suppress(ValueError):  # a request raises the same
+        with contextlib.suppress(MalformedError):  # a request raises the same
             if proxy := _proxy_of(server, self._proxies)[0]:
                 return f" through the proxy {proxy}"
         return ""
@@ -602,14 +607,21 @@ def _close(connections: set[_Connection]) -> None:
 
 
 def _host_and_port(server: str) -> tuple[str, int]:
-    parts = urlsplit(server)
-    if not parts.hostname:
-        raise ValueError("it names no host")
-    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        parts = urlsplit(server)
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as exn:
+        raise MalformedError(str(exn)) from exn
+    if not host:
+        raise MalformedError("it names no host")
+    return host, port
 
 
 def _head(method: str, target: str, lines: list[str]) -> bytes:
     first = f"{method} {target} HTTP/1.1"
     if any(_CONTROL.search(line) for line in (first, *lines)):
-        raise ValueError("a line of the request holds a control character")
-    return "\r\n".join([first, *lines, "", ""]).encode("latin-1")
+        raise MalformedError("a line of the request holds a control character")
+    try:
+        return "\r\n".join([first, *lines, "", ""]).encode("latin-1")
+    except UnicodeEncodeError as exn:
+        raise MalformedError(f"a line of the request is not Latin-1: {exn.reason}") from None

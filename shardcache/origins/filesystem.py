@@ -233,7 +233,7 @@ class FsspecBody:
         self._read = lambda size: origin.translated(shard, partial(file.read, size))
         try:
             threads.start(partial(_serve, file, self._read, self._sizes, self._results), _THREAD)
-        except RuntimeError:  # the limit of threads is reached
+        except threads.NoThreadError:
             self._sizes = None
 
     def readinto(self, buffer: memoryview) -> int:

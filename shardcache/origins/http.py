@@ -27,7 +27,14 @@ from shardcache.origins.base import (
     read_all,
     refusal,
 )
-from shardcache.origins.connection import Response, StaleError, Transport, basic_login, split_url
+from shardcache.origins.connection import (
+    MalformedError,
+    Response,
+    StaleError,
+    Transport,
+    basic_login,
+    split_url,
+)
 from shardcache.urls import ShardURL, quoted, secret_forms
 
 #: The headers of every request.
@@ -47,7 +54,7 @@ _PAGES = ("text/html", "text/xml", "application/xml", "application/xhtml+xml")
 #: second have the same timestamp, and the clocks of two servers differ (RFC 9110, 8.8.2.2).
 _SETTLED = 60
 # At most 19 digits, which 64 bits need: `int` raises for texts with thousands of digits.
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
+_CONTENT_RANGE = re.compile(r"(?i)bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})\Z")
 _SAFE = "/?%:@!$&'()*+,;=~"
 #: Algorithms of checksums, in order of preference: the cheapest first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
@@ -114,7 +121,7 @@ class Route(NamedTuple):
         server = here[1].rpartition("@")[2]
         # `connection` decodes headers as Latin-1, but servers send UTF-8.
         location = quote(location.encode("latin-1"), safe=string.printable)
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(MalformedError, ValueError):
             there = split_url(target := urljoin(response.url, location))[:2]
         servers = (*self.servers, server)
         if there is None:
@@ -276,7 +283,7 @@ class WebOrigin(Origin):
             response = self.transport.request(
                 method, server, quote(path, safe=_SAFE), {**HEADERS, **own, **headers}, secrets
             )
-        except (os_error(), ValueError) as exn:
+        except (MalformedError, os_error()) as exn:
             where = f"{name}{self.transport.via(server)}{route.after}"
             error = unanswered(exn, shard, where, secrets)
         if error is not None:

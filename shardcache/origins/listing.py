@@ -251,7 +251,8 @@ class Listing:
             shard = ShardURL(directory, "s3", directory, "", "")
         else:
             shard = parse_url(directory, allow_schemes=self._config.allow_schemes)
-            refuse_local(shard, self._config)  # instead of listing a whole disk
+            if deep:
+                refuse_local(shard, self._config)  # instead of listing a whole disk
         origin: Any = self._origins.of(shard)
         if not hasattr(origin, "names_below"):
             raise ConfigError(

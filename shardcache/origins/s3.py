@@ -48,10 +48,10 @@ from shardcache.origins.base import (
     read_all,
     refusal,
 )
-from shardcache.origins.connection import Response, Transport, split_url
+from shardcache.origins.connection import MalformedError, Response, Transport, split_url
 from shardcache.threads import undivided
 from shardcache.units import format_duration
-from shardcache.urls import ShardURL, quoted, redact, secret_forms
+from shardcache.urls import ShardURL, is_signed, quoted, redact, secret_forms
 
 logger = logging.getLogger(__name__)
 
@@ -420,7 +420,7 @@ class S3Origin(Origin):
                 bucket = bucket._replace(server=f"{scheme}://{authority}")
                 where = f"{authority}{route.after}"
                 secrets = [*secret_forms(*(value for _, value in values))]
-                if "X-Amz-Signature" in dict(values):  # stores refuse a second signature
+                if is_signed(text):  # stores refuse a second signature
                     bucket = bucket._replace(service="")
                     # They also refuse headers that the signature does not cover.
                     headers = {n: v for n, v in headers.items() if not n.startswith("x-amz-")}
@@ -443,7 +443,7 @@ class S3Origin(Origin):
             error = exn
             if _is_botocores(exn):
                 error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
-            elif is_local_error(exn) or isinstance(exn, (ValueError, TypeError, AttributeError)):
+            elif is_local_error(exn) or isinstance(exn, MalformedError):
                 error = http.unanswered(exn, shard, where + self.transport.via(server), secrets)
         raise error
 

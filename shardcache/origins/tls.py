@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardcache.errors import ConfigError
-from shardcache.origins.base import failure
+from shardcache.origins.base import failure, receive
 from shardcache.threads import undivided
 
 #: Bytes of ciphertext to receive at once. They fit into a processor's second-level cache.
@@ -71,12 +71,11 @@ class TLSStream:
         self._object.write(data)
         self._flush()
 
-    def recv_into(self, view: memoryview, _count: int = 0, flags: int = 0) -> int:
+    def recv_into(self, view: memoryview, flags: int) -> int:
         """Fill ``view`` with decrypted bytes as `socket.recv_into` does; return their number.
 
         May return fewer bytes, but at least one, without MSG_WAITALL, after SO_RCVTIMEO, or if the
-        server closes the connection; 0 if it was closed. Raises BlockingIOError if no complete
-        record has come yet.
+        server closes the connection; 0 if it was closed, and -1 if no complete record has come yet.
         """
         got, length, more = 0, len(view), True
         read: Callable[[int, memoryview], int] = self._object.read  # type: ignore[assignment]
@@ -97,9 +96,7 @@ class TLSStream:
                 got += count
                 if not count or not flags:
                     return got
-        if not got and length:
-            raise BlockingIOError("no complete record has come")
-        return got
+        return got if got or not length else -1
 
     def _receive(self, wanted: int, flags: int) -> bool:
         """Receive ciphertext. Return whether all requested bytes came, so more may be on the way.
@@ -112,9 +109,8 @@ class TLSStream:
         size = min(_CIPHERTEXT, wanted - _RECORD)
         if size < _RECORD or not flags:
             size, flags = _CIPHERTEXT, 0
-        try:
-            count = self._socket.recv_into(self._buffer, size, flags)
-        except BlockingIOError:
+        count = receive(self._socket, self._buffer, size, flags)
+        if count < 0:
             return False
         if count:
             self._received.write(self._buffer[:count])

@@ -259,6 +259,7 @@ class Pool:
         self._helped = defaultdict[str, Progress](Progress)  # by key, of the helpers' shards
         self._helpers: dict[Connection[Any, Any], BaseProcess] = {}
         self._channels: list[Connection[Any, Any]] = []  # to the helpers that have not ended
+        self._heard: dict[Connection[Any, Any], float] = {}  # when a helper sent its last message
         self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
         self._is_small = False  # whether the last shard had at most one block
@@ -331,7 +332,7 @@ class Pool:
                 self._threads += 1
             try:
                 threads.start(self._download_shards, "shardcache-prewarm")
-            except RuntimeError:  # the limit of threads is reached
+            except threads.NoThreadError:
                 with self._lock:
                     self._threads -= 1
                 if not self._threads and (download := self._next()):
@@ -441,7 +442,11 @@ class Pool:
         """Take the events, log records and progress that a helper has sent."""
         self._channels.remove(channel)  # for good if the helper has ended, or an interrupt cuts in
         with ignoring(EOFError, OSError):
+            now = clock.monotonic()
+            if now - self._heard.setdefault(channel, now) > self.cache.config.stale_after:
+                self._helpers[channel].kill()  # it is stopped
             while channel.poll():
+                self._heard[channel] = now
                 events, records, progress, stopped = channel.recv()
                 for record in records:
                     logging.getLogger(record.name).handle(record)

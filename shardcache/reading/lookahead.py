@@ -117,7 +117,7 @@ class Prefetcher:
         now, in this order, even if a reader opened them long ago or will do so only later.
         """
         wanted = dict.fromkeys(shard for shard in shards if not self._cache.is_in_place(shard))
-        with self._lock, contextlib.suppress(RuntimeError):  # the limit of threads is reached
+        with self._lock, contextlib.suppress(threads.NoThreadError):
             if self._cache.config.prefetch:
                 before = [shard for shard in self._queue if shard not in wanted]
                 self._queue = deque([*before, *wanted])

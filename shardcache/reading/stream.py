@@ -339,13 +339,14 @@ class ShardStream(io.RawIOBase):
         if whence == os.SEEK_CUR:
             position += self._position
         elif whence == os.SEEK_END:
-            position += self._size()
+            position += self.size()
         if position < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._position = position
         return position
 
-    def _size(self) -> int:
+    def size(self) -> int:
+        """Return the bytes of the shard; wait until they are known. Raises UnsupportedOperation."""
         while (size := self._reader.size) is None:
             if self._error is not None:
                 raise self._error

@@ -92,9 +92,9 @@ class Counters:
                 threads.start(self._write_soon, "shardcache-stats")
             except BaseException as exn:
                 self._soon = False
-                if not isinstance(exn, RuntimeError):  # a signal handler raised
+                if not isinstance(exn, threads.NoThreadError):  # a signal handler raised
                     raise
-                self.add({})  # no more threads are possible, so write in this one
+                self.add({})  # write in this thread
 
     def opened(self, outcome: str, seconds: float, tier: int | None = None) -> None:
         """Count an open with its outcome, and the seconds that its reader waited.

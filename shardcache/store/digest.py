@@ -43,13 +43,16 @@ class TreeDigest:
 
     def update(self, data: memoryview) -> None:
         """Add the next bytes."""
-        while part := data[: BLOCK - self.length % BLOCK]:
+        # Wrong until the end, in case a signal handler raises.
+        length, self.length = self.length, -1
+        while part := data[: BLOCK - length % BLOCK]:
             self._block.update(part)
-            if (self.length + len(part)) % BLOCK == 0:
+            length += len(part)
+            if length % BLOCK == 0:
                 self._digests.append(self._block.digest())
                 self._block.reset()
-            self.length += len(part)  # last, so that it is wrong if a signal handler raises
             data = data[len(part) :]
+        self.length = length
 
     def value(self) -> str:
         """Return the digest, in hex."""

@@ -126,6 +126,15 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(serve, file, tmp_path):
     assert (code, "Traceback" in err) == (130, False)
 
 
+def test_a_damaged_journal_is_counted_again(run, warm, spec, file):
+    lines = [json.dumps([warm[0], -7]), json.dumps([warm[1], 3.5]), "5", "null", '["x"]', "\udcff"]
+    text = "\n".join(lines).encode("utf-8", "surrogateescape")
+    file.with_name(f"{file.name}.partial").write_bytes(text)
+    assert run("index", spec, "-o", file)[0] == 0
+    counts = [shard["nsamples"] for shard in json.loads(file.read_text())["shardlist"]]
+    assert len(counts) == len(warm) and min(counts) > 3
+
+
 def test_only_absent_shards_are_skipped_and_named(run, bucket, spec, file, proxy):
     commands = (["index", "--skip-missing", "-o", file], ["prewarm", "--skip-missing"])
     holes = [f"s3://{bucket}/hole-{number}.tar" for number in range(3)]

@@ -139,6 +139,8 @@ def test_states_of_other_orders_are_refused_by_name(make):
         make().load_state_dict({**state, "version": 0})
     with pytest.raises(ConfigError, match="version was None"):
         make().load_state_dict({"epoch": 3})
+    with pytest.raises(ConfigError, match="the state's taken="):  # of each of two lanes
+        make(lanes=2).load_state_dict({**state, "taken": sum(COUNTS)})
     default = make(shuffle=None)
     default.load_state_dict(state)
     assert (default.order.lanes, default.shuffle) == (2, 4)

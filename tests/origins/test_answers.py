@@ -246,6 +246,7 @@ ROWS = [
     Row("cut parts go on", cut_at(100_000), RIGHT, (MIDDLE,), closes=True),
     Row("cut parts without progress", cut_at(1000), BROKEN, (MIDDLE,), closes=True),
     # The body ends with its connection.
+    Row("unit in capitals", parts(SMALL, Content_Range=f"Bytes 0-{SIZE - 1}/{SIZE}"), RIGHT),
     Row("closed, large", unframed(body=LARGE), STREAMED, (LARGE,), closes=True),
     Row("closed, no validator", raw("HTTP/1.1 200 OK"), STREAMED, closes=True),
     *(
@@ -459,6 +460,13 @@ def test_a_kept_connection_that_ends_costs_no_attempt(wire, servers, make_cache,
     for name in ("a.tar", "b.tar"):
         assert read(cache, f"{base}/{name}") == SMALL
     assert next(numbers) == 3
+
+
+def test_a_response_without_a_length_is_received_once(serve, make_cache):
+    server = serve(answer("200 OK", LARGE, Content_Length=None), most=1)
+    cache = make_cache(attempts=1)
+    assert read(cache, f"{server.url}/a.tar") == LARGE
+    assert (cache.stats().streamed, cache.stats().errors) == (1, 0)
 
 
 def test_a_stream_that_cannot_be_continued_is_not_said_to_be_replaced(serve, make_cache):

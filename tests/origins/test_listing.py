@@ -1,5 +1,7 @@
 """Expanding shard specifications to URLs, and sizes from listings."""
 
+from pathlib import Path
+
 import fsspec
 import pytest
 
@@ -103,6 +105,16 @@ def test_a_question_mark_in_an_s3_key_is_no_query(make_cache, origin, pattern):
     origin.objects |= dict.fromkeys(urls, make_tar(1))
     cache.prewarm(list(map(cache.parse, urls)))
     assert list(map(str, cache.select(pattern))) == urls[:2]
+
+
+def test_a_pattern_of_one_directory_is_listed_without_cache_local(make_cache, tmp_path):
+    paths = [f"{tmp_path}/{name}.tar" for name in "ab"]
+    for path in paths:
+        Path(path).write_bytes(make_tar(1))
+    cache = make_cache()
+    assert expand([f"{tmp_path}/*.tar"], cache) == paths
+    with pytest.raises(ConfigError, match="cache_local = true"):
+        cache.prewarm(f"{tmp_path}/*.tar")
 
 
 @pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])

@@ -6,9 +6,24 @@ from pathlib import Path
 import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
+from shardcache.config import Config
+from shardcache.origins.aws import with_options
 from shardcache.pipe_commands import read_command
 from tests.support.caches import read
 from tests.support.tars import make_tar
+
+
+@pytest.mark.parametrize("table", ["s3", None])
+def test_options_of_a_command_join_those_of_the_configuration(table):
+    own = {"key": "k", "secret": "s", "client_kwargs": {"verify": "ca.pem"}}
+    https = {"https": {"headers": {"x": "y"}}}
+    given = {"s3": own, **https} if table else own | https
+    config = Config("/", storage_options=given)
+    changed = with_options(config, {"profile": "p", "region_name": "r"}.items())
+    options = changed.scheme_options("s3")
+    assert options["profile"] == "p" and not {"key", "secret"} & set(options)
+    assert options["client_kwargs"] == {"verify": "ca.pem", "region_name": "r"}
+    assert changed.scheme_options("https") == https["https"]
 
 
 def test_variables_tell_outputs_apart_and_credentials_do_not(make_cache, tmp_path, monkeypatch):

@@ -206,8 +206,17 @@ def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, cac
     assert len(front.heads) == 2  # for the listing, and the first for the shard
 
 
-def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, cache_of):
-    target = f"{node.url}/d/a?X-Amz-Signature=s1gned&X-Amz-Expires=9"
+@pytest.mark.parametrize(
+    "signed",
+    [
+        "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=me&X-Amz-Signature=s1gned",
+        "AWSAccessKeyId=me&Expires=9&Signature=s1gned",
+        "X-Goog-Algorithm=GOOG4&X-Goog-Credential=me&X-Goog-Signature=s1gned",
+        "Expires=9&Signature=s1gned&Key-Pair-Id=me",
+    ],
+)
+def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, cache_of, signed):
+    target = f"{node.url}/d/a?{signed}"
     front = serve(answer("307 Moved", Location=target, Connection=None), most=99)
     assert cache_of(front).open("s3://lab/d/a b.tar").read() == SHARD
     assert node.heads and not [head for head in node.heads if "\r\nauthorization:" in head.lower()]

@@ -157,10 +157,10 @@ def test_a_read_waits_for_no_more_bytes_than_come(context, authority, size):
             left = view
             while left:
                 with suppress(BlockingIOError):  # part of a record came, or one without content
-                    left = left[stream.recv_into(left[:step], 0, socket.MSG_WAITALL) :]
+                    left = left[stream.recv_into(left[:step], socket.MSG_WAITALL) :]
             assert view == data and not stream.pending()
         stream.sendall(bytes(8))
-        assert stream.recv_into(memoryview(bytearray(9)), 0, socket.MSG_WAITALL) == 0
+        assert stream.recv_into(memoryview(bytearray(9)), socket.MSG_WAITALL) == 0
     server.join(PATIENCE)
 
 

@@ -205,6 +205,12 @@ def test_one_process_finishes_the_share_of_a_killed_one(tmp_path, urls):
     assert Counter(outcomes).keys() <= {"fetched", "cached"}
 
 
+def test_the_shards_of_a_stopped_helper_are_downloaded_by_the_owner(tmp_path, urls, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_STALE_AFTER", "1")
+    outcomes, stopped, *_ = run(tmp_path, urls, lambda stop: os.kill(helpers()[0], signal.SIGSTOP))
+    assert stopped is None and set(outcomes) <= {"fetched", "coalesced"}
+
+
 @pytest.mark.parametrize("freeze", [False, True])
 def test_a_stop_ends_all_processes_even_a_frozen_one(tmp_path, urls, proxy, freeze, monkeypatch):
     monkeypatch.setattr("shardcache.prewarm.run._CANCEL_TIMEOUT", 0.5)

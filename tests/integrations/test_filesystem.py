@@ -235,13 +235,16 @@ def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp
         memory.cat_file("/b.tar", 0, 1)  # the other loop reads this one from the cache
 
 
-def test_a_handler_may_raise_while_the_size_is_asked_for(memory):
+def test_a_handler_may_raise_while_the_size_is_asked_for(files, tmp_path):
+    files.files["/a.tar"] = content = SHARD + bytes(BLOCK)  # more than a buffer
+    fs = fsspec.filesystem("shardcache", target_protocol="http", dir=str(tmp_path / "own"))
+
     def handler(frame, event, _):
         if left and not (left.pop() or left):
             raise InterruptedError(0, "by a handler")
 
     for number in range(1, 60):
-        with memory.open("/a.tar") as stream:
+        with fs.open(f"{files.url}/a.tar") as stream:
             found, left = stream.read(1000), [None] * number
             with contextlib.suppress(InterruptedError):
                 sys.setprofile(handler)
@@ -249,7 +252,7 @@ def test_a_handler_may_raise_while_the_size_is_asked_for(memory):
                     stream.size  # noqa: B018
                 finally:
                     sys.setprofile(None)
-            assert found + stream.read() == SHARD
+            assert found + stream.read() == content
 
 
 def test_numpy_waits_for_the_first_download(files, tmp_path):

@@ -24,6 +24,7 @@ import weakref
 from base64 import b64encode
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from queue import Empty
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _MIN_RATE = 8 * 1024
 #: Seconds after which a read returns, even if its buffer is not full.
 _SLICE = 1.0
-#: Seconds to connect to one of a host's addresses; also the limit for the TLS handshake.
+#: Seconds to connect to a host; also the limit for the TLS handshake.
 _CONNECT_TIMEOUT = 10.0
 #: Seconds until the kernel probes an idle connection, by default two hours. AWS's NAT gateways
 #: forget connections that were idle for 350 s.
@@ -62,8 +63,8 @@ _MAX_FRAMING = 1024 * 1024  # most bytes in a row of a chunked body that hold no
 #: If each packet woke the thread, it would need a third more processor time.
 _WAKE_AT = 512 * 1024
 
-#: Seconds after which the next address is tried in parallel. RFC 8305 recommends this value.
-_STAGGER = 0.25
+#: Seconds to connect to an address while there are others: more than any round trip takes.
+_ADDRESS_TIMEOUT = 1.0
 #: Seconds after a failure during which an address is tried last.
 _AVOIDED = 60.0
 
@@ -137,56 +138,44 @@ def connect(host: str, port: int, timeout: float, failures: dict[_Address, float
     """
     threads.refuse_patches()
     try:
-        untried = threads.call(lambda: _addresses(host, port, failures), timeout, "shardcache-dns")
+        look_up = partial(_addresses, host, port, failures)
+        addresses = threads.call(look_up, timeout, "shardcache-dns")
     except Empty:
         text = f"no address of {host} from DNS after {timeout:g} s"
         raise failure(TimeoutError, text) from None
-    count, end = len(untried), time.monotonic() + timeout
-    pending: dict[_Address, socket.socket] = {}  # the oldest attempt first
-    failed: dict[_Address, str] = {}
-    kind = OSError
-    try:
-        while (untried or pending) and (left := end - time.monotonic()) > 0:
-            pause = min(left, _STAGGER) if untried[1:] else left
-            slower = []
-            for address in [*pending, *untried[:1]]:
-                family, place = address
-                try:
-                    if address not in pending:
-                        pending[address] = socket.socket(family, socket.SOCK_STREAM)
-                        pending[address].setblocking(False)
-                    pending[address].connect(place)  # a repeated call reports the outcome
-                except BlockingIOError:
-                    slower.append(address)
-                except os_error() as exn:
-                    if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
-                        raise
-                    # A firewall may forbid one address of many. That error is final, so it is
-                    # raised only if it concerns all of them.
-                    if not (failed and isinstance(exn, PermissionError)):
-                        kind = type(exn)
-                    failed[address] = exn.strerror or str(exn)
-                    if sock := pending.pop(address, None):
-                        sock.close()
-                    pause = 0.0
-                else:
-                    failed |= dict.fromkeys(slower, "slow")
-                    return pending.pop(address)
-            del untried[:1]
-            poller = select.poll()
-            for sock in pending.values():
-                poller.register(sock, select.POLLOUT)
-            poller.poll(1000 * pause)
-        if pending:
-            kind = TimeoutError
-            failed |= dict.fromkeys(pending, "no answer")
-    finally:
-        failures.update(dict.fromkeys(failed, clock.monotonic()))
-        for sock in pending.values():
+    end = time.monotonic() + timeout
+    failed: dict[_Address, OSError] = {}
+    for address in addresses:
+        if (left := end - time.monotonic()) <= 0:
+            break
+        family, place = address
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except os_error() as exn:
+            if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
+                raise
+            failed[address] = exn
+            continue
+        try:
+            sock.settimeout(left if address == addresses[-1] else min(left, _ADDRESS_TIMEOUT))
+            number = sock.connect_ex(place)
+        except BaseException:
             sock.close()
-    reasons = ", ".join(f"{place[0]} ({reason})" for (_, place), reason in failed.items())
-    text = f"no connection to {host}; tried {len(failed)} of {count} addresses: {reasons}"
-    raise failure(kind, text)
+            raise
+        if not number:
+            sock.setblocking(False)
+            return sock
+        sock.close()
+        if number == errno.EAGAIN:  # Python's code for a timeout
+            number = errno.ETIMEDOUT
+        failed[address] = OSError(number, os.strerror(number))
+        failures[address] = clock.monotonic()
+    reasons = ", ".join(f"{place[0]} ({exn.strerror})" for (_, place), exn in failed.items())
+    tried = f"tried {len(failed)} of {len(addresses)} addresses: {reasons}"
+    # A firewall may forbid one address of many. That error is final, so it is raised only if it
+    # concerns all of them.
+    kinds = sorted(map(type, failed.values()), key=lambda kind: kind is not PermissionError)
+    raise failure(kinds[-1], f"no connection to {host}; {tried}")
 
 
 def _addresses(host: str, port: int, failures: Mapping[_Address, float]) -> list[_Address]:

@@ -28,7 +28,7 @@ class Network:
         self.port, self.url = port, f"http://{HOST}:{port}"
         self.addresses: list[str] = []
         self.attempts: dict[socket.socket, str] = {}
-        look_up, connect = socket.getaddrinfo, socket.socket.connect
+        look_up, connect = socket.getaddrinfo, socket.socket.connect_ex
 
         def getaddrinfo(host, *args, **options):
             names = self.addresses if host == HOST else [host]
@@ -37,11 +37,11 @@ class Network:
         def record(sock, address):
             self.attempts.setdefault(sock, address[0])
             if address[0] == FORBIDDEN:
-                raise PermissionError(errno.EACCES, "Permission denied")
+                return errno.EACCES
             return connect(sock, address)
 
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-        monkeypatch.setattr(socket.socket, "connect", record)
+        monkeypatch.setattr(socket.socket, "connect_ex", record)
 
     @property
     def tried(self) -> list[str]:
@@ -61,7 +61,8 @@ def silent(address: str, port: int) -> Iterator[None]:
         for _ in range(4):
             sock = stack.enter_context(socket.socket(family))
             sock.setblocking(False)
-            sock.connect_ex((address, port))
+            with contextlib.suppress(BlockingIOError):
+                sock.connect((address, port))
         yield
 
 
@@ -134,9 +135,9 @@ def test_one_timeout_covers_all_addresses(network, fetch):
     with contextlib.ExitStack() as stack:
         for address in network.addresses:
             stack.enter_context(silent(address, network.port))
-        with pytest.raises(TransferTimeoutError, match=r"\(no answer\)"):
+        with pytest.raises(TransferTimeoutError, match=r"\(Connection timed out\)"):
             fetch(network.url, timeout=0.4)
-    assert len(network.tried) <= 2  # a quarter of a second apart
+    assert len(network.tried) <= 2
 
 
 def test_a_forbidden_address_is_no_final_error_if_another_one_fails_otherwise(network, fetch):

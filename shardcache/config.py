@@ -358,7 +358,7 @@ class Config:
     )
     cache_local: bool = _opt(BOOL, False, "Also cache paths and file:// URLs, for slow mounts.")
     storage_options: StorageOptions = _opt(
-        TABLE, StorageOptions(), "Options for fsspec or S3; in a variable, as JSON."
+        TABLE, StorageOptions(), "Options for S3, or a table for each scheme; in a variable, JSON."
     )
     endpoint_url: str | None = _opt(ENDPOINT, None, "URL of the S3 endpoint, if not AWS.")
     shared_group: int | None = _opt(

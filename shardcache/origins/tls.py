@@ -160,7 +160,7 @@ def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLConte
             )
         except OSError as exn:
             raise ConfigError(
-                "the certificates that REQUESTS_CA_BUNDLE, AWS_CA_BUNDLE or verify names cannot be "
-                f"read ({exn.strerror or type(exn).__name__}). Correct the path."
+                "the certificates that AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE or verify "
+                f"names cannot be read ({exn.strerror or type(exn).__name__}). Correct the path."
             ) from None
     return settings

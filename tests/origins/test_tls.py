@@ -57,7 +57,7 @@ def test_an_untrusted_certificate_is_refused(open_cache, context, authority, tmp
                 assert read("s3://lab/a.tar") == read(web) == SHARD, name
         monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere.pem")
         for url in ("s3://lab/a.tar", web):
-            with pytest.raises(ConfigError, match="AWS_CA_BUNDLE or verify names cannot be read"):
+            with pytest.raises(ConfigError, match="CURL_CA_BUNDLE or verify names cannot be read"):
                 read(url)
 
 

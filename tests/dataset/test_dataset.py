@@ -312,6 +312,18 @@ def test_a_shard_that_cannot_be_counted_is_left_out_if_the_handler_says_so(make_
     assert keys(data) == [*KEYS[12:18], "0003-00000"]
 
 
+def test_a_data_set_that_fails_cancels_no_download_of_another_thread(make_cache, origin):
+    cache, whole = make_cache(), sample_tar(9, 200)
+    origin.objects[URL] = whole
+    more = origin.hold(4096)
+    with ThreadPoolExecutor() as pool, cache.open(URL) as stream:
+        rest = pool.submit(stream.read)
+        with pytest.raises(ShardNotFoundError):
+            TarDataset(["s3://lab/none.tar", URL], cache=cache)
+        more.set()
+        assert rest.result() == whole
+
+
 def test_a_file_that_occurs_twice_is_an_error_of_its_sample(make_cache, origin):
     files = [(name, name.encode()) for name in ("a.txt", "b.txt", "b.txt", "c.txt")]
     origin.objects[URL] = tar_of(files)

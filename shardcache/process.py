@@ -31,7 +31,7 @@ from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import Sample
-from shardcache.store.directory import DamagedError
+from shardcache.store.directory import DamagedError, data_lock
 from shardcache.store.entry import Entry, Opened, Store
 from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, advise_scheme
@@ -406,12 +406,15 @@ class ProcessCache:
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
-        data = Path(path)
+        data, grace = Path(path), self.tier_of(path).store.layout.grace
 
         def copy() -> None:
             try:
-                sidecar = Entry.at(data.parent).metadata().encode()
-                self.origins.write_back(shard, data, sidecar)
+                # Not evicted while it is copied; but while it waits, because a slow upstream could
+                # otherwise fill the cache with shards that must stay.
+                with data_lock(data.parent, grace, data=data, shared=True):
+                    sidecar = Entry.at(data.parent).metadata().encode()
+                    self.origins.write_back(shard, data, sidecar)
             except (os_error(), DamagedError) as exn:  # the entry was evicted
                 logger.info("%s: not copied to an upstream: %s", shard, exn)
 

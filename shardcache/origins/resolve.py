@@ -281,19 +281,20 @@ class _Upstream:
     def _write(self, shard: ShardURL, copy: ShardURL, data: Path, stated: dict[str, Any]) -> None:
         """Write a copy unless the upstream has it, and then its sidecar.
 
-        A file of another program stays. Its sidecar names the version of that file (``foreign``).
+        A file of another program stays. It gets a sidecar, which names its version (``foreign``),
+        only if the entry has that version: a file of equal size may have other bytes.
         """
         (copied, found), record = self._look(copy), dict[str, Any]()
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             record = dict(json.loads(found))
-        size, version = (None, None) if copied is None else (copied.size, copied.version)
+        version = copied and copied.version
         is_known = copied is not None and record.get("foreign", version) == version
         if is_known and record.get("digest") == stated["digest"]:
             return
         is_link = self._scheme == "file" and copy.local_path.is_symlink()
-        is_own = record.get("size") == size and "foreign" not in record
+        is_own = copied and record.get("size") == copied.size and "foreign" not in record
         needs_data = not is_link and (copied is None or is_own)
-        if not needs_data and size != stated["size"]:
+        if not needs_data and version != ObjectInfo.from_record(stated["object"]).version:
             logger.info("%s: %s has another file of this name, which stays", shard, self.name)
             return
         if not needs_data:

@@ -1,6 +1,7 @@
 """Upstreams: reading copies from them, writing copies to them, and damaged copies."""
 
 import logging
+import shutil
 import socket
 import threading
 from urllib.parse import quote, unquote
@@ -10,13 +11,15 @@ from fsspec.implementations.local import LocalFileOpener
 
 from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, TransferError
+from tests.support import caches
 from tests.support.fakes import Fault
 from tests.support.proxy import Proxy
-from tests.support.storetools import BLOCK, no_descriptor_left, wait_until
+from tests.support.storetools import BLOCK, no_descriptor_left, room, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=50, size=40_000)
+ALIKE = make_tar(8, members=50, size=40_000)  # as large
 LARGE = make_tar(3, members=200, size=60_000)
 SIDECAR = "0.tar.shardcache.json"
 
@@ -224,7 +227,9 @@ def test_an_interrupted_copy_is_not_visible(node, nas, monkeypatch):
     assert list((nas / "lab/train").iterdir()) == []
 
 
-@pytest.mark.parametrize("data", [DATA, make_tar(8, members=2)], ids=["equal", "other"])
+@pytest.mark.parametrize(
+    "data", [DATA, ALIKE, make_tar(8, members=2)], ids=["equal", "as large", "other"]
+)
 @pytest.mark.parametrize("is_link", [False, True])
 def test_files_of_users_in_an_upstream_stay(node, origin, nas, tmp_path, data, is_link):
     copy, file = nas / "lab/train/0.tar", tmp_path / "mine.tar"
@@ -236,10 +241,9 @@ def test_files_of_users_in_an_upstream_stay(node, origin, nas, tmp_path, data, i
         (copy.symlink_to if is_link else copy.hardlink_to)(file)
         rest.set()
         assert opened.read() == DATA
-        if data == DATA:  # the copy begins after the last byte was read
-            wait_until((nas / "lab/train" / SIDECAR).exists)
-    assert (nas / "lab/train" / SIDECAR).exists() == (data == DATA)
-    origin.objects[URL] = make_tar(9, members=50, size=40_000)
+    assert not (nas / "lab/train" / SIDECAR).exists()  # which would state the digest of DATA
+    assert node(nas).open(URL).read() == data
+    origin.objects[URL] = make_tar(9, members=51, size=40_000)
     with node(writable(nas)) as cache:
         cache.prewarm(URL)
         cache.prewarm(URL, refresh=True)
@@ -276,9 +280,9 @@ def test_a_copy_of_another_size_than_the_listed_object_is_not_used(node, nas, tm
 def test_another_program_may_replace_its_copy(node, origin, nas, options):
     copy = nas / "lab/train/0.tar"
     copy.parent.mkdir(parents=True)
-    copy.write_bytes(make_tar(8, members=50, size=40_000))
+    copy.write_bytes(ALIKE)
     with node(writable(nas)) as cache:
-        cache.prewarm(URL, refresh=True)  # does not read the copy
+        cache.prewarm(URL)
     assert (copy.parent / SIDECAR).exists()
     copy.write_bytes(DATA)
     requested = len(origin.requests)
@@ -316,6 +320,32 @@ def test_an_upstream_that_hangs_holds_up_no_prewarm(node, origin, nas, monkeypat
     finally:
         released.set()
     assert "it was not written within" in caplog.text
+
+
+def test_a_shard_is_not_evicted_while_it_is_copied(node, origin, nas, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    released, begun, real = threading.Event(), [], shutil.copyfile
+    urls = [f"s3://lab/{number}.tar" for number in range(6)]
+    origin.objects |= {url: make_tar(number) for number, url in enumerate(urls)}
+
+    def slow(*paths):
+        begun.append(paths)
+        released.wait(60)
+        return real(*paths)
+
+    monkeypatch.setattr("shardcache.origins.resolve.shutil.copyfile", slow)
+    limit = 5 * room(nas, len(origin.objects[urls[0]]))
+    with node(writable(nas), max_size=limit, policy="lru") as cache:
+        for number, url in enumerate(urls):
+            assert caches.read(cache, url) == origin.objects[url]
+            wait_until(lambda: not caches.unfinished(cache))
+            wait_until(lambda number=number: len(begun) == min(number + 1, 4))
+        released.set()
+    assert sorted(path.name for path in nas.glob("lab/*.tar")) == [
+        f"{n}.tar" for n in (0, 1, 2, 3, 5)
+    ]
+    assert f"{urls[4]}: not copied to an upstream" in caplog.text
+    assert "the upstream" not in caplog.text
 
 
 def test_a_copy_of_an_older_version_is_replaced(node, origin, nas):

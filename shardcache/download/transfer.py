@@ -199,10 +199,10 @@ class Transfer:
                 thread.join(0.1)
         if self._error is not None:
             raise self._error
-        if not self._origin.conditional:
+        received = self._partial
+        if not (self._origin.conditional and received.confirmed):
             compare_now = partial(compare_version, self._origin, self._shard, self._info)
             self._retries.call(compare_now, sleep=self._download.sleep)
-        received = self._partial
         size, digests = received.written, received.digests
         if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
             raise IntegrityError(  # should be impossible; checked so that no gap is ever published
@@ -406,6 +406,7 @@ class Transfer:
             info = once(str(self._shard), lambda: self._origin.stat(self._shard))
             if info.version == self._info.version:
                 self._checksum = info.checksum or self._checksum
+                self._partial.confirm()
             elif info.etag or not self._info.etag:  # some gateways omit the ETag from this response
                 raise VersionChangedError(str(self._shard))
         except VersionChangedError as exn:

@@ -141,6 +141,24 @@ def test_a_refresh_keeps_the_entry_if_the_origin_sends_what_it_says_is_replaced(
     assert read(cache) == OLD and len(origin.requests) == 2
 
 
+@pytest.mark.parametrize("then", [0, 1])
+@pytest.mark.parametrize("states_checksums", [False, True])
+def test_a_complete_partial_is_compared_with_the_origin(make_cache, origin, states_checksums, then):
+    origin.states_checksums = states_checksums
+    versions = [make_tar(seed, members=40, size=60_000) for seed in (1, 2)]
+    origin.objects[URL] = versions[0]
+
+    def interrupt(path):
+        raise KeyboardInterrupt  # after the last byte
+
+    with pytest.raises(KeyboardInterrupt), make_cache(validate=interrupt) as cache:
+        cache.fetch(URL)
+    origin.objects[URL] = versions[then]
+    cache = make_cache()
+    assert cache.prewarm([URL], refresh=True).received == then * len(versions[then])
+    assert read(cache) == versions[then]
+
+
 @pytest.mark.locks_work("flock")
 def test_a_pin_keeps_all_versions_of_a_shard(make_cache, origin, tmp_path):
     cache = make_cache()

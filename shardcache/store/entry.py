@@ -189,8 +189,8 @@ class Opened:
     def equals(self, path: Path) -> bool:
         """Return whether another file has the bytes of the entry."""
         with files.open_file(path) as other:
-            is_same = os.path.sameopenfile(other.fileno(), self.file.fileno())
-            return is_same or file_digest(other.fileno()) == self.entry.metadata().digest
+            own, others = self.file.fileno(), other.fileno()
+            return os.path.sameopenfile(own, others) or file_digest(own) == file_digest(others)
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""

@@ -185,3 +185,12 @@ def test_a_file_whose_time_would_mark_it_as_replaced_is_copied(open_cache, folde
     with open_cache() as cache:
         assert not cache.add(url, file).data.samefile(file) and mode(file) == 0o644
         assert cache.open(url).read() == file.read_bytes() and not proxy.fetches()
+
+
+def test_a_file_is_compared_with_a_shard_without_its_sidecar(open_cache, folder, url):
+    with open_cache() as cache:
+        entry = cache.fetch(url)
+        (entry.path / "meta.json").write_bytes(b"{}")
+        assert cache.add(url, folder / "train-0000.tar").directory == entry.directory
+        with pytest.raises(IntegrityError, match="cached with other bytes"):
+            cache.add(url, folder / "train-0001.tar")

@@ -63,6 +63,9 @@ def is_side_file(name: str) -> bool:
 META = "meta.json"
 PROGRESS = "progress"
 INDEX = "samples.idx"
+#: Second names of the data file, once this or another namespace has replaced the version. They look
+#: like temporary names, so that older versions of the library remove them, too.
+REPLACED, OUTDATED = f".replaced.{'0' * 32}", f".outdated.{'0' * 32}"
 MANIFEST = "manifest.json"
 #: Maximum number of bytes to read from a manifest. Usually, it has about 150.
 _MAX_MANIFEST = 4096

@@ -34,7 +34,7 @@ from shardcache.space.memory import ram_disk
 from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened, Store, open_first, set_aside
+from shardcache.store.entry import Opened, Store, open_first, set_aside, versions
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 
@@ -218,6 +218,10 @@ class Directories:
                 text = "%s was damaged and is downloaded again: %s"
                 self.notices.warn("damaged", text, shard, exn)
             return None
+
+    def versions(self, key: str) -> list[Path]:
+        """Return the directories of all versions of a shard, in all tiers."""
+        return [Path(row[0]) for tier in self.tiers for row in versions(tier.store.layout, key)]
 
     def holder(self) -> Holder:
         """Return the record that this process writes into a lock that it holds."""

@@ -35,13 +35,13 @@ from shardcache.errors import (
 )
 from shardcache.faults import FULL, ignoring, is_local_error, os_error
 from shardcache.files import is_directory, open_file
-from shardcache.layout import parse_partial_name
+from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
 from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
-from shardcache.store.entry import Opened, open_first
+from shardcache.store.entry import Opened, is_marked, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
 from shardcache.tiers import Directories
 from shardcache.units import format_bytes, format_duration
@@ -102,6 +102,7 @@ class Worker:
     _sources: Iterator[Origin] | None = None  # after the current one
     _source: Origin = field(init=False)  # an upstream, or the origin
     _space: Space | None = None  # in which room was reserved last
+    _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
 
     def run(self, prepare: Callable[[], Directories]) -> Opened | None:
         """Return the entry, or None if a download ahead gave way to another process or to readers.
@@ -200,6 +201,7 @@ class Worker:
                     return download.obtained(opened, "coalesced")
             if wait is not None:
                 wait.close()
+            self._earlier = frozenset(path.name for path in directories.versions(shard.key))
             opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
             if opened is not None:
                 return download.obtained(opened, "coalesced")
@@ -288,7 +290,7 @@ class Worker:
         info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
         if (size := source.stat().st_size) != info.size:
             raise unlike(shard, source, info)
-        partial = self._begin(info, source)
+        partial = self._begin(info, None if self._earlier else source)  # a link keeps its time
         try:
             if partial.linked is None:
                 with open_file(source) as file:
@@ -314,6 +316,9 @@ class Worker:
         with contextlib.suppress(DamagedError):
             other = open_first(siblings, shard.key, shard.basename, outdated)
         if other is None:
+            return None
+        if is_marked(other.directory, other.status, OUTDATED):
+            other.close()
             return None
         tier = next(tier for tier in directories.tiers if tier.owns(other.directory))
         try:
@@ -409,7 +414,17 @@ class Worker:
         is_unknown = metadata.info.size is None  # so the budget was not checked before
         if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
             raise refusal
-        entry = tier.store.publish(partial, metadata, sync=config.fsync == "fsync")
+        # If this process is stopped from here on, a version that another process publishes has a
+        # later time, and is the one that is read.
+        others = self._directories.versions(shard.key)
+        own = tier.store.layout.entry(shard.key, metadata.info.version, metadata.size)
+        if came := [other for other in others if other.name not in (own.name, *self._earlier)]:
+            # Either may be the newer version, but a process that has read the published one must
+            # not read an older one next.
+            logger.info("%s: %s came before %s, which is dropped", shard, came[0].name, own.name)
+            partial.discard()
+            return came[0]
+        entry = tier.store.publish(partial, metadata, others, sync=config.fsync == "fsync")
         partial.close()
         return entry
 
@@ -430,20 +445,20 @@ def unlike(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
 
 
 def evict_outdated(directories: Directories, key: str, outdated: frozenset[str]) -> None:
-    """Evict outdated versions. Those still being read are marked, and later evicted first."""
+    """Evict outdated versions. Those still being read are marked, and later evicted first.
+
+    Other ranks and jobs keep theirs, marked so that they are not linked.
+    """
     for tier in directories.tiers:
-        for entry in tier.store.entries_of(key):
-            if entry.version not in outdated:
-                continue
-            if tier.store.evict(entry):
+        found = [(s, e) for s in tier.stores() for e in s.entries_of(key) if e.version in outdated]
+        for store, entry in found:
+            if store is not tier.store:
+                entry.mark(OUTDATED)
+            elif store.evict(entry):
                 tier.space.forget_refusal()
-            elif not tier.store.mark_replaced(entry):
-                directories.notices.warn(
-                    "replaced",
-                    "%s was replaced, but belongs to another user and is in use: processes that "
-                    "know it read it until they end",
-                    entry.path,
-                )
+            elif not entry.mark(REPLACED):
+                text = "%s was replaced, is in use and cannot be marked: it may still be read"
+                directories.notices.warn("replaced", text, entry.path)
 
 
 @dataclass(eq=False, repr=False)

@@ -7,6 +7,7 @@ replaced, to record under which boot the data was last verified, and `samples.id
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardcache import files
 from shardcache.clock import boot_id
 from shardcache.faults import ignoring, os_error
-from shardcache.layout import META, Layout, is_key, parse_entry_name
+from shardcache.layout import META, REPLACED, Layout, is_key, parse_entry_name
 from shardcache.store.digest import file_digest
 from shardcache.store.directory import (
     MAX_SIDECAR,
@@ -49,9 +50,6 @@ _CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 #: Nanoseconds between the times of two versions; some filesystems store whole seconds.
 _LATER = 2_000_000_000
-#: The time of an entry's data, in ns, once another version has replaced it. Programs that build
-#: images may set all times to 0.
-REPLACED = 1_000_000_000
 #: Number of entries that a process remembers. Each takes about 300 bytes, so 30 MB together.
 _MAX_KNOWN = 100_000
 
@@ -80,7 +78,7 @@ class Entry(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """When its bytes were stored, in ns since the epoch; `REPLACED`, or 0 if it is gone."""
+        """When its bytes were stored, in ns since the epoch; 1 if replaced, or 0 if it is gone."""
         return _stored(self.directory)
 
     def metadata(self) -> Metadata:
@@ -105,6 +103,19 @@ class Entry(NamedTuple):
             return self.data.name
         return ""
 
+    def mark(self, name: str) -> bool:
+        """Mark the version as `REPLACED` or `OUTDATED`; return False if that is impossible.
+
+        Of a linked file, all times and permissions are also those of other ranks, or of the user.
+        """
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(self.data, f"{self.directory}/{name}")
+        except (DamagedError, os_error()) as exn:
+            logger.info("%s cannot be marked as %s: %s", self.path.name, name, exn)
+            return False
+        return True
+
     @property
     def data(self) -> Path:
         """The path of the data file. Raises OSError if the entry is gone, and DamagedError."""
@@ -124,11 +135,17 @@ def _last_use(directory: Path | str) -> float:
 
 def _stored(directory: str) -> int:
     try:
-        data = data_file(directory)
-        # Without its data, the entry is damaged, which `open` must notice before older versions.
-        return sys.maxsize if data is None else os.lstat(data).st_mtime_ns
+        if (data := data_file(directory)) is None:  # damaged, as `open` must notice first
+            return sys.maxsize
+        status = os.lstat(data)
+        return 1 if is_marked(directory, status) else status.st_mtime_ns
     except os_error():
         return 0  # evicted since the listing
+
+
+def is_marked(directory: str, status: os.stat_result, name: str = REPLACED) -> bool:
+    """Return whether `Entry.mark` has marked an entry, whose data has the ``status``."""
+    return status.st_nlink > 1 and os.path.lexists(f"{directory}/{name}")
 
 
 def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
@@ -159,16 +176,11 @@ class Opened:
     path: str  #: the path of the data file
     directory: str  #: the directory of the entry
     size: int
+    status: os.stat_result  #: of the file when it was opened
     #: Whether a stopped process, which was evicting or publishing the entry, holds the exclusive
     #: flock. The open file can be read to its end, but may disappear from its path.
     stuck: bool = False
     reopened: bool = False  #: whether this replaces an open file whose handle was stale
-    stored: int = 0  #: when the bytes were stored, as `Entry.stored`
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the entry was replaced, and is not also that of another rank or job."""
-        return self.stored == REPLACED and os.fstat(self.file.fileno()).st_nlink == 1
 
     @property
     def entry(self) -> Entry:
@@ -224,7 +236,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
             return None
         if status.st_size != size or not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"its data file has {status.st_size} bytes, not {size}")
-        opened = Opened(file, path, directory, size, stuck, stored=status.st_mtime_ns)
+        opened = Opened(file, path, directory, size, status, stuck)
     finally:
         if opened is None:
             file.close()
@@ -241,9 +253,10 @@ class Store:
         self.layout = layout
         self._grace = layout.grace
         self._boot = boot_id() if verify_after_boot else ""
-        # key -> (directory, data file, size). No lock is needed, because single dict operations
-        # are atomic, and an outdated row costs only one failed open.
-        self._known: dict[str, tuple[str, str, int]] = {}
+        # key -> (directory, data file, size), (number of the file's names, when that changed). No
+        # lock is needed, because single dict operations are atomic, and an outdated row costs only
+        # one failed open.
+        self._known: dict[str, tuple[tuple[str, str, int], tuple[int, ...]]] = {}
 
     def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
         """Open the newest entry of a shard, except ``outdated`` versions; return None for a miss.
@@ -253,10 +266,11 @@ class Store:
         known = None if outdated else self._known.get(key)
         if known is not None:
             try:
-                opened = open_data(*known, self._grace)
+                opened = open_data(*known[0], self._grace)
                 if opened is not None:
-                    if opened.stored != REPLACED:
-                        return opened
+                    names = opened.status.st_nlink
+                    if names == 1 or (names, opened.status.st_ctime_ns) == known[1]:
+                        return opened  # otherwise, it may be marked
                     opened.close()
             except (DamagedError, os_error()) as exn:  # raised again below, unless it is gone
                 logger.debug("%s: %s", key, exn)
@@ -264,10 +278,11 @@ class Store:
         for directory, size in versions(self.layout, key):
             if directory.rpartition("/")[2].partition("-")[0] not in outdated:
                 opened = self._open_unknown(directory, basename, size)
-                if opened is not None and opened.is_outdated:
+                if opened is not None and is_marked(directory, opened.status):
                     opened.close()
                 elif opened is not None:
-                    self._remember(key, directory, basename, size)
+                    links = opened.status.st_nlink, opened.status.st_ctime_ns
+                    self._remember(key, directory, basename, size, *links)
                     return opened
         return None
 
@@ -309,16 +324,18 @@ class Store:
         except (DamagedError, os_error()):
             return False
         is_data = stat.S_ISREG(status.st_mode) and status.st_size == entry.size
-        is_replaced = status.st_mtime_ns == REPLACED
+        is_replaced = is_marked(entry.directory, status)
         return is_data and not is_replaced and (not self._boot or boot == self._boot)
 
-    def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
+    def _remember(self, key: str, directory: str, basename: str, size: int, *links: int) -> None:
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[key] = directory, f"{directory}/{basename}", size
+        self._known[key] = (directory, f"{directory}/{basename}", size), links
 
-    def publish(self, partial: Partial, metadata: Metadata, *, sync: bool = False) -> Path:
-        """Turn a complete, checked partial into an entry; return the entry that readers find.
+    def publish(
+        self, partial: Partial, metadata: Metadata, others: Sequence[Path], *, sync: bool = False
+    ) -> Path:
+        """Turn a complete, checked partial into an entry, newer than ``others``; return its path.
 
         If an intact entry of the version exists, the partial is dropped. The caller must close the
         partial. With ``sync``, everything is flushed to the disk (fsync). Raises LostError.
@@ -326,17 +343,8 @@ class Store:
         key, name = metadata.key, partial.data.name
         partial.seal(metadata, self.layout.modes, sync=sync)
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
-        # If this process is stopped before the rename, a version that another process publishes
-        # has a later time, and `open` takes it.
-        others = [Path(row[0]) for row in versions(self.layout, key) if row[0] != str(entry)]
-        for newcomer in others:
-            if newcomer.name not in partial.earlier:
-                # Either may be the newer version, but a process that has read the published one
-                # must not read an older one next.
-                logger.info("%s came before %s, which is dropped", newcomer.name, entry.name)
-                remove_directory(partial.path, name)
-                return newcomer
-        # The others may be of the future, if the clock was ahead.
+        others = [other for other in others if other != entry]
+        # They may be of the future, if the clock was ahead.
         times = [time for other in others if (time := _stored(str(other))) < sys.maxsize]
         if times and max(times) >= os.fstat(partial.fd).st_mtime_ns:
             os.utime(partial.fd, ns=(max(times) + _LATER,) * 2)
@@ -372,7 +380,7 @@ class Store:
                     if existing is not None:
                         existing.close()
                         with ignoring(OSError):  # it is current again, if it was marked
-                            os.utime(existing.path, follow_symlinks=False)
+                            (entry / REPLACED).unlink()
                         return False
         raise OSError(errno.EBUSY, "an entry has the name and cannot be opened", str(entry))
 
@@ -384,18 +392,6 @@ class Store:
                 os.utime(path, (now, now), follow_symlinks=False)
             except PermissionError:  # only the file's owner may set another timestamp than now
                 os.utime(path, follow_symlinks=False)
-
-    def mark_replaced(self, entry: Entry) -> bool:
-        """Mark an entry, so that processes that know it list the versions.
-
-        Returns False if another user owns the file, or it is read-only.
-        """
-        try:
-            os.utime(entry.data, ns=(REPLACED, REPLACED), follow_symlinks=False)
-        except (DamagedError, os_error()) as exn:
-            logger.info("%s cannot be marked as replaced: %s", entry.path.name, exn)
-            return False
-        return True
 
     def entries(self, prefix: str | None = None) -> Iterator[Entry]:
         """Yield the entries, or those whose keys have this prefix of two digits, in any order."""
@@ -480,12 +476,12 @@ def open_first(
                 other = store.open(key, basename, outdated)
             except DamagedError as exn:
                 other, damaged = None, damaged or exn
-            if other is not None and (newest is None or other.stored > newest.stored):
+            if other and (not newest or other.status.st_mtime_ns > newest.status.st_mtime_ns):
                 newest, other = other, newest
             if other is not None:
                 other.close()
-        if newest is not None and newest.stored != REPLACED:
+        if newest is not None:
             return newest
-    if damaged is not None and newest is None:
+    if damaged is not None:
         raise damaged
-    return newest
+    return None

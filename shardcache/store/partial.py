@@ -157,7 +157,6 @@ class Partial:
 
     data: Path
     metadata: Metadata  #: the sidecar; its size and digest are final after `seal`
-    earlier: frozenset[str]  #: names of the versions that existed when the partial was created
     _file: io.FileIO
     _journal: io.FileIO | None
     _records_at: int
@@ -188,8 +187,8 @@ class Partial:
             stack.callback(remove_directory, path, basename)
             data = path / basename
             linked = None
-            if source is not None and not files.list_names(layout.key_dir(metadata.key)):
-                linked = _link(source, data, modes)  # otherwise, its time would have to change
+            if source is not None:
+                linked = _link(source, data, modes)
             flags = _CREATE if linked is None else os.O_RDONLY
             try:
                 file = stack.enter_context(files.open_exclusive(data, flags, modes))
@@ -203,9 +202,8 @@ class Partial:
                 stack.enter_context(journal)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
-            earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
             records_at = _HEADER.size + len(sidecar)
-            partial = cls(data, metadata, earlier, file, journal, records_at, linked=linked)
+            partial = cls(data, metadata, file, journal, records_at, linked=linked)
             partial._write_header(sidecar)
             stack.pop_all()
         return partial
@@ -237,8 +235,7 @@ class Partial:
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
                 if status.st_size > metadata.info.size:
                     os.ftruncate(file.fileno(), metadata.info.size)
-                earlier = frozenset(files.list_names(layout.key_dir(metadata.key)))
-                parts = earlier, file, journal, records_at, data[records_at:], False
+                parts = file, journal, records_at, data[records_at:], False
                 partial = cls(claimed / basename, metadata, *parts)
                 partial._write_header()
             except (os_error(), DamagedError) as exn:
@@ -304,8 +301,8 @@ class Partial:
     def confirm(self) -> None:
         """Show the resumed blocks to readers, because the origin still has this version."""
         with self._guard:
-            self.confirmed = True
-            if not self._file.closed:
+            if not (self.confirmed or self._file.closed):
+                self.confirmed = True
                 self._write_header()
 
     def _write_record(self, index: int, digest: bytes, length: int) -> None:
@@ -372,7 +369,7 @@ def _link(source: Path, data: Path, modes: files.Modes) -> int | None:
     """Make ``data`` a hard link to a file, and return the mode of that; None if it is impossible.
 
     The file loses its write permissions, because a write to it would change the entry. A file is
-    not linked if another user owns it, a process has it open for writing, or its time is 0.
+    not linked if another user owns it, or a process has it open for writing.
     """
     with contextlib.ExitStack() as stack, ignoring(OSError):  # such as another filesystem
         os.link(source, data)
@@ -380,7 +377,7 @@ def _link(source: Path, data: Path, modes: files.Modes) -> int | None:
         with files.open_file(data) as file:
             status = os.fstat(file.fileno())
             is_ours = status.st_uid == os.geteuid() and modes.group in (None, status.st_gid)
-            if is_ours and status.st_mtime_ns:
+            if is_ours:
                 mode = stat.S_IMODE(status.st_mode)
                 stack.callback(data.chmod, mode)
                 data.chmod(mode & ~0o222 | modes.published)

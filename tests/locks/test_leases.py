@@ -128,7 +128,7 @@ def test_a_reader_does_not_follow_the_download_of_another_node(make_cache, origi
         reading = pool.submit(lambda: other.open(url).read())
         time.sleep(0.5)
         fill(partial, data)
-        store.publish(partial, metadata._replace(info=origin.info(shard)))
+        store.publish(partial, metadata._replace(info=origin.info(shard)), [])
         partial.close()
         directories.release(lock)
         assert reading.result() == data

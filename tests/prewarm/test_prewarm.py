@@ -9,6 +9,7 @@ import pytest
 
 from shardcache import AccessDeniedError, Cache, CacheFullError, ConfigError
 from shardcache.errors import ShardNotFoundError, TransferError
+from shardcache.layout import REPLACED
 from shardcache.origins.base import ObjectInfo
 from shardcache.prewarm import Finished, Planned, Started, Stopped
 from shardcache.prewarm.plan import same_version
@@ -169,7 +170,7 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
     cache, opened = make_cache(isolation="rank"), []
     scribbled, replaced, changed, booted, _ = (cache.fetch(url) for url in urls[1:])
     (scribbled.path / "meta.json").write_text("{")
-    cache.process.home.store.mark_replaced(replaced)
+    assert replaced.mark(REPLACED)
     damage(changed.data)
     for entry in (changed, booted):
         sidecar = entry.metadata()._replace(boot="the last boot")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardcache.errors import ShardNotFoundError, TransferError
+from shardcache.layout import Layout
 from tests.support import caches
 from tests.support.storetools import room
 from tests.support.tars import make_tar
@@ -141,6 +142,27 @@ def test_a_refresh_keeps_the_entry_if_the_origin_sends_what_it_says_is_replaced(
     assert read(cache) == OLD and len(origin.requests) == 2
 
 
+@pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("tiers", [[], ["1MB"]])
+def test_a_response_from_before_a_replacement_is_not_published_after_it(
+    make_cache, origin, tmp_path, monkeypatch, tiers
+):
+    """Its process was stopped, and another one passed it by."""
+    cache, real = make_cache(tiers=[f"{tmp_path}/fast={size}" for size in tiers]), origin.open
+
+    def open_late(shard, *arguments):
+        response = real(shard, *arguments)
+        monkeypatch.setattr(origin, "open", real)
+        Layout.of_root(cache.dir).key_lock(shard.key).unlink()
+        origin.objects[URL] = NEW
+        assert read(make_cache()) == NEW
+        return response
+
+    monkeypatch.setattr(origin, "open", open_late)
+    assert cache.fetch(URL).data.read_bytes() == read(cache) == NEW
+    assert versions_on_disk(cache) == 1 and len(origin.requests) == 2
+
+
 @pytest.mark.parametrize("then", [0, 1])
 @pytest.mark.parametrize("states_checksums", [False, True])
 def test_a_complete_partial_is_compared_with_the_origin(make_cache, origin, states_checksums, then):
@@ -157,6 +179,44 @@ def test_a_complete_partial_is_compared_with_the_origin(make_cache, origin, stat
     cache = make_cache()
     assert cache.prewarm([URL], refresh=True).received == then * len(versions[then])
     assert read(cache) == versions[then]
+
+
+@pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_replaced_version_with_other_names_does_not_come_back(
+    make_cache, origin, tmp_path, monkeypatch, is_read
+):
+    """Another rank and the user have the same file."""
+    file, ranks = tmp_path / "mine.tar", []
+    file.write_bytes(OLD)
+    origin.state_checksum(URL, OLD)
+    modified = file.stat().st_mtime_ns
+    for number in "01":
+        monkeypatch.setenv("SHARDCACHE_JOB", "job")
+        monkeypatch.setenv("SHARDCACHE_RANK", number)
+        ranks.append(make_cache(isolation="rank"))
+    cache, other = ranks
+    cache.add(URL, file)
+    assert other.fetch(URL).data.samefile(file) and read(cache) == OLD
+    with cache.open(URL) if is_read else contextlib.nullcontext():
+        origin.objects[URL] = NEW
+        origin.state_checksum(URL, NEW)
+        refresh(cache)
+        for requests in (1, 2):
+            assert read(cache) == NEW and len(origin.requests) == requests
+            assert cache.process.home.store.evict(cache.entry(URL))
+    assert read(cache) == NEW and read(other) == OLD
+    assert file.stat().st_mtime_ns == modified
+
+
+def test_a_refresh_replaces_a_pinned_shard(make_cache, origin):
+    cache = make_cache()
+    cache.fetch(URL)
+    cache.pin(URL)
+    origin.objects[URL] = NEW
+    refresh(cache)
+    cache.clean(everything=True)
+    assert (versions_on_disk(cache), read(cache)) == (1, NEW) and len(origin.requests) == 2
 
 
 @pytest.mark.locks_work("flock")

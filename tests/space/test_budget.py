@@ -64,7 +64,7 @@ class Bench:
         url, data = f"s3://lab/{number:04d}.tar", bytes(size)
         partial = self.admit(url, size)
         fill(partial, data)
-        path = self.store.publish(partial, metadata_for(url, data))
+        path = self.store.publish(partial, metadata_for(url, data), [])
         os.utime(path / "meta.json", (self.clock.time(), self.clock.time()))
         partial.close()
 
@@ -181,7 +181,7 @@ def test_a_published_shard_and_a_second_download_of_it_count_both(make, monkeypa
     bench = make(MIB, MIB, MIB)
     first, second = (begun(bench.layout, "s3://lab/0.tar", bytes(MIB)) for _ in range(2))
     flights = bench.space.flights()
-    bench.store.publish(first, first.metadata)
+    bench.store.publish(first, first.metadata, [])
     first.close()
     bench.layout.usage.unlink(missing_ok=True)
     monkeypatch.setattr(bench.space, "flights", lambda: flights)  # listed before the publication

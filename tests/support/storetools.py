@@ -92,7 +92,8 @@ def publish(
     metadata = metadata_for(url, data, etag=etag)
     partial = begin(store.layout, metadata)
     fill(partial, data)
-    path = store.publish(partial, metadata)
+    others = [entry.path for entry in store.entries_of(metadata.key)]
+    path = store.publish(partial, metadata, others)
     store._known.pop(metadata.key, None)  # as if another process had published it
     partial.close()
     if used is not None:

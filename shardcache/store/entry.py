@@ -106,7 +106,7 @@ class Entry(NamedTuple):
     def mark(self, name: str) -> bool:
         """Mark the version as `REPLACED` or `OUTDATED`; return False if that is impossible.
 
-        Of a linked file, all times and permissions are also those of other ranks, or of the user.
+        A time or a mode could not say so, because other ranks or the user may have the same file.
         """
         try:
             with contextlib.suppress(FileExistsError):

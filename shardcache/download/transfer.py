@@ -230,7 +230,7 @@ class Transfer:
             self._queue.end(_FAREWELL)
         finally:  # release the partial's lock even if the wait is interrupted
             if partial is not None:
-                if is_useless or is_local_error(exn) or partial.metadata.info.size is None:
+                if is_useless or is_local_error(exn) or not partial.resumable:
                     partial.discard()
                 else:
                     partial.close()

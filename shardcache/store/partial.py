@@ -259,6 +259,11 @@ class Partial:
                 self._write_record(index, bytes(16), 0)
 
     @property
+    def resumable(self) -> bool:
+        """Whether another process can continue: the journal says how far, of which version."""
+        return self._journal is not None and self.metadata.resumable
+
+    @property
     def fd(self) -> int:
         """The descriptor of the data file, which is valid until `close`."""
         return self._file.fileno()

@@ -129,6 +129,18 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
     assert os.listdir(Layout.of_root(cache.dir).partial) == []
 
 
+@pytest.mark.parametrize(("size", "etags"), [(len(DATA), True), (BLOCK, True), (len(DATA), False)])
+def test_a_failed_download_leaves_its_partial_only_to_be_resumed(make_cache, origin, size, etags):
+    """A shard of one block has no journal, and bytes without a version prove nothing."""
+    origin.objects[URL], origin.etags = DATA[:size], etags
+    origin.faults.append(Fault(after=1000))
+    cache = one(make_cache)
+    with pytest.raises(TransferError):
+        cache.fetch(URL)
+    left = os.listdir(Layout.of_root(cache.dir).partial)
+    assert len(left) == (size > BLOCK and etags)
+
+
 @pytest.mark.parametrize("is_read", [True, False])
 def test_closing_the_cache_cancels_downloads_without_readers(make_cache, origin, more, is_read):
     cache = one(make_cache, part_size=BLOCK)

@@ -184,7 +184,7 @@ class ProcessCache:
         """Create a tier's directory, or let the cache do without the tier."""
         path, is_first = tier.config.dir, self.directories is None
         if tier.made and not is_first:
-            text = "%s is gone or was replaced (unmounted?); creating it again"
+            text = "a part of %s is gone, or it was replaced (unmounted?); creating it again"
             self.notices.warn(f"root of {path}", text, path)
         try:
             tier.make()

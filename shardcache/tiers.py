@@ -130,12 +130,15 @@ class Tier:
 
     def identity(self) -> tuple[int, int] | None:
         """Return device and inode of the directory; None if a part of the cache is gone."""
-        layout = self.store.layout
+        layout, session = self.store.layout, self._session
         try:
             status = self.config.dir.stat()
-            (self.config.dir / MANIFEST).lstat()
-            layout.base.lstat()
+            for path in (self.config.dir / MANIFEST, *layout.directories):
+                path.lstat()
         except (FileNotFoundError, NotADirectoryError):
+            return None
+        # Another process may have made the directories again. Its session is not ours.
+        if session is not None and session.is_lost:
             return None
         # With leases, the filesystem may be FUSE, whose inode numbers may change.
         return status.st_dev, 0 if layout.grace is not None else status.st_ino

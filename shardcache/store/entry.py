@@ -362,8 +362,8 @@ class Store:
     def _rename(self, partial: Partial, entry: Path, size: int) -> bool:
         """Rename a sealed partial to its entry; return False if an intact entry has the name."""
         for _ in range(_RENAME_ATTEMPTS):
+            self.layout.modes.make_directory(entry.parent, levels=2)  # but not below a mount point
             try:
-                self.layout.modes.make_directory(entry.parent)
                 partial.path.rename(entry)
                 return True
             except FileNotFoundError as exn:  # the key's directory was removed with its last entry

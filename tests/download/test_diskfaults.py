@@ -13,6 +13,7 @@ import pytest
 
 from shardcache import Cache, TransferError
 from shardcache.layout import META, Layout
+from shardcache.locks.sessions import live_sessions
 from tests.support.caches import unfinished, warnings
 from tests.support.disktools import disk, needs_root, remount, unmount
 from tests.support.fakes import Fault
@@ -163,6 +164,19 @@ def test_a_ram_disk_that_goes_away_is_used_again(make_cache, origin, ram, caplog
             assert list(sessions.glob("*.session")) == []
 
 
+@pytest.mark.parametrize("part", ["v1/objects", "v1/partial", "v1/sessions", "v1/*", "*"])
+def test_each_process_makes_deleted_directories_and_its_session_again(make_cache, origin, part):
+    urls = shards(origin, 5)
+    with make_cache() as one, make_cache() as two:
+        assert read(one, urls[0], origin) and read(two, urls[0], origin)
+        for path in one.dir.glob(part):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        assert all(read(one, url, origin) for url in urls[:3])
+        assert all(read(two, url, origin) for url in urls)
+        assert len(live_sessions(Layout.of_root(one.dir))) == 2
+        assert len(list(one.entries())) == 5
+
+
 def test_a_new_root_that_others_may_write_is_not_read(make_cache, origin, ram, clock):
     urls = shards(origin, 5)
     with make_cache(dir=ram / "cache") as cache:
@@ -182,6 +196,14 @@ def test_a_new_root_that_others_may_write_is_not_read(make_cache, origin, ram, c
         read(cache, urls[0], origin)
         clock.sleep(60)
         assert all(read(cache, url, origin) for url in urls)
+
+
+def test_a_download_ends_although_the_shards_are_deleted(make_cache, origin):
+    [url] = shards(origin, 1)
+    with make_cache() as cache:
+        objects = Layout.of_root(cache.dir).objects
+        origin.faults.append(Fault(before=lambda: shutil.rmtree(objects)))
+        assert read(cache, url, origin) and url in cache and origin.fetches == 1
 
 
 def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):

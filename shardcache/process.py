@@ -29,6 +29,7 @@ from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
+from shardcache.space.eviction import Evict
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import Sample
 from shardcache.store.directory import DamagedError, data_lock
@@ -217,7 +218,7 @@ class ProcessCache:
     def evict_lru(self) -> None:
         """Keep no shards for running jobs, which does not suit random access."""
         for tier in self.tiers:
-            tier.space.keeps_for_jobs = False
+            tier.space.policy = Evict.ANY
 
     # -- shards ------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     """Return a row for each shard, and the totals as a row and as text."""
     home, pins = cache.process.home, cache.pins()
     endpoints = {**cache.config.places(), "s3": cache.parse("s3://bucket/key").endpoint}
-    policy = Policy.of(home.node, time.time(), pins, jobs=home.space.keeps_for_jobs)
+    policy = Policy.of(home.node, time.time(), pins, home.space.policy)
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
         # The row of a damaged entry has the values that can be read.

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from shardcache import clock
 from shardcache.archive import MALFORMED, archive_problem, check_archive
@@ -39,16 +39,15 @@ from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
+from shardcache.space.budget import Space
+from shardcache.space.eviction import Evict
 from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, is_marked, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
-from shardcache.tiers import Directories
+from shardcache.tiers import Directories, Tier
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
-
-if TYPE_CHECKING:
-    from shardcache.space.budget import Space
 
 __all__ = ["Worker", "evict_outdated", "unlike"]
 
@@ -370,23 +369,28 @@ class Worker:
         return None
 
     def _begin(self, info: ObjectInfo, source: Path | None = None, digest: str = "") -> Partial:
-        """Create a partial, of ``source`` if it can be linked, in the fastest tier with room.
+        """Create a partial, of ``source`` if it can be linked, in the first tier with free room.
 
-        The bytes must have the ``digest``, if an upstream states it.
+        If none has any, a shard is evicted: one that no running job has used, from the first tier
+        with such a shard, else from the last tier. The bytes must have the ``digest``, if an
+        upstream states it.
         """
         shard, tiers = self._download.shard, self._directories.tiers
         facts = str(shard), shard.key, info, info.size or 0
         now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
         metadata = Metadata(*facts, digest, None, *now, __version__, shard.endpoint)
-        if self._is_for_last_tier or info.size is None:  # the last tier usually has the most room
-            tiers = tiers[-1:]
-        for tier in tiers:
+        choices: list[tuple[Tier, Evict | None]] = [(tiers[-1], None)]
+        # The last tier usually has the most room.
+        if len(tiers) > 1 and not self._is_for_last_tier and info.size is not None:
+            unused = [(tier, Evict.UNUSED) for tier in tiers[:-1]]
+            choices = [*((tier, Evict.NONE) for tier in tiers), *unused, *choices]
+        for tier, evict in choices:
             try:
-                with tier.space.reserved(shard, info.size):
+                with tier.space.reserved(shard, info.size, evict):
                     self._space = tier.space
                     return Partial.create(tier.store.layout, metadata, shard.basename, source)
             except os_error() as exn:  # CacheFullError is a subclass
-                if tier is tiers[-1] or isinstance(exn, LockTimeoutError):
+                if (tier, evict) == choices[-1]:
                     raise
                 logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
         raise AssertionError("there is always a tier")

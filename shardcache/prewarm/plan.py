@@ -25,7 +25,7 @@ from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, is_pattern, refuse_local, spec_list
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
 from shardcache.ranks import whole_number
-from shardcache.space.eviction import Limits, disk_bytes, linked
+from shardcache.space.eviction import Evict, Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.store.digest import identify
 from shardcache.store.directory import DamagedError
@@ -175,17 +175,22 @@ def make_plan(
     process = cache.process
     allocated = process.home.space.allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
-    needed = lacking = sum(on_disk.values())
-    free = evict = resumable = 0
-    for tier in process.tiers:  # a tier takes the shards for which earlier tiers lack room
+    needed = sum(on_disk.values())
+    rooms, resumable = dict[Tier, int](), 0
+    for tier in process.tiers:
         flights = tier.space.flights()
-        tier_free, tier_evict, tier_lacks = _room(tier, flights, entries, wanted, lacking)
         paths = [flight.path for flight in flights if flight.key in sizes and not flight.live]
         journals = filter(None, map(read_journal, paths))
         resumable += sum(journal.written for journal in journals if journal.metadata.resumable)
-        # A tier that exceeds its limits lacks more than these shards need, hence the `min`.
-        lacking = min(lacking, tier_lacks)
-        free, evict = free + tier_free, evict + tier_evict
+        rooms[tier] = _room(tier, flights, entries, wanted)
+    free = sum(max(0, room) for room in rooms.values())
+    lacking, evict = max(0, needed - free), 0
+    for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._begin`
+        unwanted = [e for e in entries if e.key not in wanted and tier.owns(e.directory)]
+        goal = Limits(free_needed=lacking - min(0, room))
+        evicted = None if tier is process.home else Evict.UNUSED
+        planned = tier.space.plan(unwanted, goal, evict=evicted)
+        evict, lacking = evict + planned.freed, min(lacking, planned.missing)
     left_out = set()
     left = needed - lacking
     for shard in missing if best_effort else ():
@@ -193,8 +198,8 @@ def make_plan(
             left -= size
         else:
             left_out.add(shard.key)
-    room = free, evict, lacking, frozenset(left_out)
-    return PrewarmPlan(shards, cached, sizes, *room, outdated, unconfirmed, needed, resumable)
+    space = free, evict, lacking, frozenset(left_out)
+    return PrewarmPlan(shards, cached, sizes, *space, outdated, unconfirmed, needed, resumable)
 
 
 def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[Started | Finished]:
@@ -203,8 +208,8 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
     Yields the events of the shards that need no download. The others could not be compared with
     their origin, are damaged, belong to another rank, or were stored under another boot.
     """
-    process, now = cache.process, clock.time()
-    directories = process.prepare()
+    process = cache.process
+    directories, now = process.prepare(), clock.time()  # after the start of a command's session
     for shard in plan.shards:
         if stop.is_set():
             return
@@ -280,25 +285,16 @@ def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
     raise ValueError("the origin states nothing to compare versions by")
 
 
-def _room(
-    tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: set[str], need: int
-) -> tuple[int, int, int]:
-    """Return the bytes that a tier has free, would evict, and lacks to store ``need`` bytes."""
+def _room(tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: set[str]) -> int:
+    """Return the bytes that a tier has free, below zero if it exceeds its limits."""
     config, space = tier.config, tier.space
-    here = [entry for entry in entries if tier.owns(entry.directory)]
-    # These bytes of unfinished downloads are already on the disk, but `need` includes them.
+    # These bytes of unfinished downloads are already on the disk, but the plan includes them.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
-    others = sum(flight.reserved for flight in flights if flight.key not in wanted)
     candidates = (config.dir, *config.dir.parents)
     volume = Volume.of(next(path for path in candidates if path.exists()))
-    limit = volume.budget(config)
-    free = spare = volume.free - config.min_free.of(volume.size) + resumable
-    sizes = [(links[0].key in wanted, disk_bytes(links, space.allocated)) for links in linked(here)]
-    eviction = space.plan(
-        [entry for entry in here if entry.key not in wanted],
-        Limits(max_size=limit, free_needed=max(0, need - spare)),
-        reserved=others + need + sum(size for is_wanted, size in sizes if is_wanted),
-    )
-    if limit is not None:
-        free = min(free, limit - others - sum(size for _, size in sizes))
-    return max(0, free), eviction.freed, eviction.missing
+    free = volume.free - config.min_free.of(volume.size) + resumable
+    if (limit := volume.budget(config)) is not None:
+        used = total_bytes((e for e in entries if tier.owns(e.directory)), space.allocated)
+        others = sum(flight.reserved for flight in flights if flight.key not in wanted)
+        free = min(free, limit - others - used)
+    return free

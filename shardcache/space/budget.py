@@ -27,7 +27,7 @@ from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space import eviction
-from shardcache.space.eviction import CleanReport, Limits, Removal
+from shardcache.space.eviction import CleanReport, Evict, Limits, Removal
 from shardcache.space.memory import Volume, allocation
 from shardcache.stats import database
 from shardcache.stats.counters import Counters
@@ -131,8 +131,7 @@ class Space:
     _home: Layout  # whose pins hold here, too
 
     def __post_init__(self) -> None:
-        #: Whether shards that running jobs use stay, as the policy ``working-set`` demands.
-        self.keeps_for_jobs = self._config.policy == "working-set"
+        self.policy = Evict.UNUSED if self._config.policy == "working-set" else Evict.ANY
         self._threads = threading.Lock()  # lets one thread at a time poll the budget lock
         self._stuck: Holder | None = None  # had the budget lock for a minute when last seen
 
@@ -152,10 +151,13 @@ class Space:
         return allocation(self.node.base)
 
     @contextlib.contextmanager
-    def reserved(self, shard: ShardURL, size: int | None) -> Iterator[None]:
+    def reserved(
+        self, shard: ShardURL, size: int | None, evict: Evict | None = None
+    ) -> Iterator[None]:
         """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
-        The size is None if it is unknown, or if the partial exists. Raises CacheFullError.
+        The size is None if it is unknown, or if the partial exists. ``evict`` replaces the policy.
+        Raises CacheFullError.
         """
         if size is not None:
             if too_large := self._too_large(str(shard), size):
@@ -167,13 +169,14 @@ class Space:
                     yield
                     return
         with self._threads, self._budget_lock():
-            self._reserve(shard, size)
+            self._reserve(shard, size, evict or self.policy)
             yield
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
         """Return the error if a shard is too large or was refused recently, otherwise None."""
         missing, is_recent = self._refusal(self.allocated(size))
-        refused = self._no_room(url, missing) if missing and is_recent else None
+        is_refused = missing and is_recent and self.policy is Evict.UNUSED
+        refused = self._no_room(url, missing) if is_refused else None
         return self._too_large(url, size) or refused
 
     def _no_room(self, url: str, missing: int = 0) -> CacheFullError:
@@ -209,9 +212,9 @@ class Space:
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=self.limits().free_needed)
             # Not even running jobs keep shards: the kernel kills a job that lacks memory.
-            return self._evict(usage, self._choose(usage, needed, jobs=False))
+            return self._evict(usage, self._choose(usage, needed, evict=Evict.ANY))
 
-    def _reserve(self, shard: ShardURL, size: int | None) -> None:
+    def _reserve(self, shard: ShardURL, size: int | None, evict: Evict) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         need, part = 0 if size is None else self.allocated(size), _part(shard.key)
         if (limits := self.limits(need)) == Limits():
@@ -224,13 +227,17 @@ class Space:
             swept, freed, least = False, 0, 2 * max(1, need)
             for _ in range(_PLANS):
                 over = self._over(usage, limits, need)
-                if over <= 0 or freed >= least:
-                    if 0 <= clock.monotonic() - usage.listed < _CORRECTED:
-                        usage.add(part, need)
-                        return
-                    self._choose(usage, Limits(), sample_only=True)  # corrects its numbers
-                    continue
-                missing, is_recent = self._refusal(need, usage)
+                has_room = over <= 0 or freed >= least
+                if has_room or evict is Evict.NONE:
+                    if not 0 <= clock.monotonic() - usage.listed < _CORRECTED:
+                        self._choose(usage, Limits(), sample_only=True)  # corrects its numbers
+                        continue
+                    if not has_room:
+                        break
+                    usage.add(part, need)
+                    return
+                known = self._refusal(need, usage) if evict is Evict.UNUSED else (0, False)
+                missing, is_recent = known
                 if missing and is_recent:
                     raise self._no_room(str(shard), missing)
                 if not swept:  # leftovers of dead processes go before entries
@@ -244,10 +251,12 @@ class Space:
                 later = max(0, over - least)
                 goal = limits._replace(free_needed=max(0, limits.free_needed - later))
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, goal, need - later, sample_only=bool(missing))
+                planned = self._choose(
+                    usage, goal, need - later, evict=evict, sample_only=bool(missing)
+                )
                 if planned.missing:
                     # Otherwise, entries stay because of readers, which may finish at any moment.
-                    if self.keeps_for_jobs:
+                    if evict is Evict.UNUSED:
                         most = usage.total + need - planned.missing
                         self._record(self.node.refusal, clock.monotonic(), most)
                     raise self._no_room(str(shard), planned.missing)
@@ -266,7 +275,7 @@ class Space:
         limits: Limits,
         need: int = 0,
         *,
-        jobs: bool = True,
+        evict: Evict | None = None,
         sample_only: bool = False,
         extra: int = 0,
     ) -> CleanReport:
@@ -289,7 +298,7 @@ class Space:
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
             limits = limits._replace(spare=max(spare, extra * listed // max(1, len(entries))))
             reserved = usage.total - listed + need
-            planned = self.plan(entries, limits, reserved=reserved, jobs=jobs)
+            planned = self.plan(entries, limits, reserved=reserved, evict=evict)
             if not planned.missing:
                 break
         return planned
@@ -379,7 +388,7 @@ class Space:
 
     def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
-        if self.keeps_for_jobs and self.node.grace is None:
+        if self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
                 boot, when, most = read_json(self.node.refusal, _RECORD)
                 age = clock.monotonic() - float(when)
@@ -431,12 +440,17 @@ class Space:
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
     def plan(
-        self, entries: Sequence[Entry], limits: Limits, *, reserved: int = 0, jobs: bool = True
+        self,
+        entries: Sequence[Entry],
+        limits: Limits,
+        *,
+        reserved: int = 0,
+        evict: Evict | None = None,
     ) -> CleanReport:
-        """Plan an eviction of ``entries`` with `eviction.plan` and `Policy.of`."""
+        """Plan an eviction of ``entries`` with `eviction.plan`. ``evict`` replaces the policy."""
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
-        policy = eviction.Policy.of(self.node, now, pins, jobs=jobs and self.keeps_for_jobs)
+        policy = eviction.Policy.of(self.node, now, pins, evict or self.policy)
         in_use, allocated = self.stores()[0].in_use, self.allocated
         return eviction.plan(
             entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated
@@ -478,7 +492,8 @@ class Space:
         reserved = sum(flight.reserved for flight in self.flights()) - (swept if dry_run else 0)
         limits = limits._replace(free_needed=max(0, limits.free_needed - swept))
         entries = [entry for store in self.stores() for entry in store.entries()]
-        planned = self.plan(entries, limits, reserved=reserved, jobs=not limits.everything)
+        evict = Evict.ANY if limits.everything else None
+        planned = self.plan(entries, limits, reserved=reserved, evict=evict)
         if dry_run:
             return replace(planned, removed=(*leftovers, *planned.removed))
         gone, now = self.evict(planned.removed), clock.time()

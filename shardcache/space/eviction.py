@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
 from shardcache.faults import ignoring
@@ -47,6 +47,14 @@ class Reason(StrEnum):
     ALL = "all"
     ASKED = "asked"  # a user named the shard
     ORPHAN = "orphan"
+
+
+class Evict(Enum):
+    """Which shards may be evicted, unless they are pinned or in use."""
+
+    NONE = "nothing"
+    UNUSED = "what no running job has used"  # the policy ``working-set``
+    ANY = "the least recently used"  # the policy ``lru``
 
 
 class Limits(NamedTuple):
@@ -124,10 +132,10 @@ class Policy(NamedTuple):
     pinned: frozenset[str] = frozenset()  #: keys that a user pinned
 
     @classmethod
-    def of(cls, node: Layout, now: float, pinned: Iterable[str], *, jobs: bool) -> Policy:
-        """Return the policy at this moment; with ``jobs``, shards stay for running jobs."""
+    def of(cls, node: Layout, now: float, pinned: Iterable[str], evict: Evict) -> Policy:
+        """Return the policy at this moment."""
         since = None
-        if jobs and (started := live_sessions(node)):
+        if evict is Evict.UNUSED and (started := live_sessions(node)):
             oldest = min(_past(date, now) for date in started)
             since = max(oldest, now - _PROTECTED_FOR)
         return cls(now, since, frozenset(pinned))

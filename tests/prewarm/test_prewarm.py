@@ -312,6 +312,19 @@ def test_wanted_shards_are_not_evicted_for_each_other(make_cache, origin, listed
     assert urls[1] not in cache  # although it is the most recently used
 
 
+@pytest.mark.locks_work("flock")
+def test_a_command_keeps_the_cached_shards_that_it_wants(
+    make_cache, origin, unlisted, fill, tmp_path
+):
+    urls = fill(names(2))
+    with make_cache(max_size=room(tmp_path, SIZE)) as cache:
+        cache.fetch(urls[0])
+    with Cache.from_config(cache.config) as command:
+        command.process.origins.use("s3", origin)
+        assert outcomes(command.prewarm(urls)) == "cF"
+        assert urls[0] in command
+
+
 def test_a_pattern_is_listed_once_for_names_and_sizes(spec, bucket, data, proxy, tmp_path):
     with Cache(tmp_path / "cache") as cache:
         plan = cache.prewarm(f"s3://{bucket}/train-*.tar", dry_run=True).plan

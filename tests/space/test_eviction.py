@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache.locks.sessions import Session
-from shardcache.space.eviction import Limits, Policy, Reason, pin, pinned, plan, remove_expired
+from shardcache.space.eviction import (
+    Evict,
+    Limits,
+    Policy,
+    Reason,
+    pin,
+    pinned,
+    plan,
+    remove_expired,
+)
 from shardcache.store.entry import Entry
 from shardcache.urls import parse_url
 
@@ -100,8 +109,8 @@ def test_running_jobs_protect_recently_used_shards(layout, used, started, stays)
     now = 1_800_000_000.0
     sessions = [Session(layout, now + date) for date in started]
     entry = Entry("/objects/key/v", "key", "v", 10, now + used)
-    for jobs, keeps in (True, stays), (False, False):
-        assert Policy.of(layout, now, (), jobs=jobs).protects(entry) is keeps
+    for evict, keeps in (Evict.UNUSED, stays), (Evict.ANY, False):
+        assert Policy.of(layout, now, (), evict).protects(entry) is keeps
     for session in sessions:
         session.close()
 

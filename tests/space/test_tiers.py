@@ -1,5 +1,6 @@
 """Tiers: a cache in several directories, which are filled in order."""
 
+import contextlib
 import errno
 import json
 import os
@@ -115,6 +116,31 @@ def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
         report = cache.clean(max_size=shop.room(1))
         assert (len(report.removed), report.kept) == (3, 3)
         assert [tier(cache, ram, url) for url in shop.urls].count("ram") == 2
+
+
+@pytest.mark.locks_work("flock")
+@pytest.mark.parametrize("policy", ["working-set", "lru"])
+def test_a_shard_is_evicted_only_if_no_tier_has_free_room(tmp_path, ram, policy):
+    shop = Shop(tmp_path, count=8)
+    options = {"max_size": shop.room(4), "policy": policy}
+
+    def tiers(cache: Cache) -> list[str | None]:
+        return [tier(cache, ram, url) for url in shop.urls]
+
+    with opened(shop, ram, shop.room(2), **options) as job:
+        job.prewarm(shop.urls[:2], jobs=1)
+    with opened(shop, ram, shop.room(2), **options) as job:
+        report = job.prewarm(shop.urls[2:6], jobs=1)
+        assert report.plan.evict == 0 and tiers(job) == [*["ram"] * 2, *["home"] * 4, None, None]
+        # No job uses the first shard any more.
+        report = job.prewarm(shop.urls[1:7], jobs=1)
+        assert report.plan.evict == shop.room(1)
+        assert tiers(job) == [None, "ram", *["home"] * 4, "ram", None]
+        # The job uses all, so only lru evicts one.
+        with pytest.raises(CacheFullError) if policy == "working-set" else contextlib.nullcontext():
+            assert job.prewarm(shop.urls[7]).plan.evict == shop.room(1)
+            assert tiers(job)[1] == tiers(job)[6] == "ram" and tiers(job)[7] == "home"
+            assert tiers(job).count("home") == 4
 
 
 def test_commands_find_the_tiers_of_a_job(shop, ram):

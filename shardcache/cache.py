@@ -447,23 +447,24 @@ class Cache:
         process = self.process
         reports = []
         for tier in process.present:
-            if not dry_run and os.geteuid() != 0:  # the superuser cleans for all users
-                root.check_root(tier.config)
-            if not dry_run and root.is_read_only(tier.config.dir):
-                raise OSError(errno.EROFS, "it cannot be written", str(tier.config.dir))
-            given = {"max_age": max_age}
-            if tier is process.home:  # other tiers keep their own limits
-                given |= {"max_size": max_size, "min_free": min_free}
-            changes = {name: value for name, value in given.items() if value is not None}
-            space = tier.limited(tier.config.replace(**changes))
-            with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
-                is_limited = not (everything or sweep_only)
-                limits = space.limits() if is_limited else Limits(everything=everything)
-                reports.append(space.clean(limits, orphans=orphans, dry_run=dry_run))
-            is_used = reports[-1].kept or live_sessions(tier.node)
-            if remove_dir and everything and not (dry_run or is_used):
-                process.counters.flush()  # which writes into the directory
-                root.remove_root(tier.node)
+            with process.tolerating(tier):
+                if not dry_run and os.geteuid() != 0:  # the superuser cleans for all users
+                    root.check_root(tier.config)
+                if not dry_run and root.is_read_only(tier.config.dir):
+                    raise OSError(errno.EROFS, "it cannot be written", str(tier.config.dir))
+                given = {"max_age": max_age}
+                if tier is process.home:  # other tiers keep their own limits
+                    given |= {"max_size": max_size, "min_free": min_free}
+                changes = {name: value for name, value in given.items() if value is not None}
+                space = tier.limited(tier.config.replace(**changes))
+                with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
+                    is_limited = not (everything or sweep_only)
+                    limits = space.limits() if is_limited else Limits(everything=everything)
+                    reports.append(space.clean(limits, orphans=orphans, dry_run=dry_run))
+                is_used = reports[-1].kept or live_sessions(tier.node)
+                if remove_dir and everything and not (dry_run or is_used):
+                    process.counters.flush()  # which writes into the directory
+                    root.remove_root(tier.node)
         return eviction.merged(reports)
 
     def verify(
@@ -516,10 +517,11 @@ class Cache:
         for shard in shards:
             self.process.refuse_in_place(shard)
         until = None if seconds is None else clock.time() + parse_duration(seconds)
-        for config in self.config.by_tier():
-            node = root.make_root(config)
-            for shard in shards:
-                eviction.pin(node, shard, until)
+        for tier in reversed(self.process.tiers):  # those in ``dir`` hold in all tiers
+            with self.process.tolerating(tier):
+                node = root.make_root(tier.config)
+                for shard in shards:
+                    eviction.pin(node, shard, until)
         return shards
 
     def pins(self) -> dict[str, str]:
@@ -531,8 +533,9 @@ class Cache:
         root.require_cache(self.dir)
         shards, keys = self.select(specs, pinned=True), set[str]()
         for tier in self.process.present:
-            keys |= {shard.key for shard in shards if eviction.unpin(tier.node, shard.key)}
-            tier.space.forget_refusal()
+            with self.process.tolerating(tier):
+                keys |= {shard.key for shard in shards if eviction.unpin(tier.node, shard.key)}
+                tier.space.forget_refusal()
         return [shard for shard in shards if shard.key in keys]
 
     def remove(self, specs: Specs, *, dry_run: bool = False) -> tuple[int, int]:
@@ -551,7 +554,7 @@ class Cache:
         for tier in self.process.present:
             stores, space = tier.stores(), tier.space
             entries = [e for store in stores for key in keys for e in store.entries_of(key)]
-            report = space.plan(entries, Limits(everything=True), evict=Evict.ANY)
+            report = space.plan(entries, Limits(everything=True), Evict.ANY)
             removals = [replace(removal, reason=Reason.ASKED) for removal in report.removed]
             stay += report.kept
             if not dry_run:

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.download.download import PASSING, Download, Downloads, State
 from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError, ShardCacheError
-from shardcache.faults import Disk, PausedError, fault_kind, ignoring, os_error
+from shardcache.faults import Disk, PausedError, fault_kind, ignoring, is_local_error, os_error
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
@@ -127,10 +127,24 @@ class ProcessCache:
 
     @property
     def present(self) -> list[Tier]:
-        """The tiers with a cache, and the last tier; ConfigError if one must not be used."""
+        """The tiers with a cache, and the last tier; ConfigError if that must not be used."""
+        present = []
         for tier in self.tiers:
-            tier.check()
-        return [tier for tier in self.tiers if tier.present or tier is self.home]
+            with self.tolerating(tier):
+                if tier.check() or tier is self.home:
+                    present.append(tier)
+        return present
+
+    @contextlib.contextmanager
+    def tolerating(self, tier: Tier) -> Iterator[None]:
+        """Warn if a tier other than the last one fails in the body. The others do its work."""
+        try:
+            yield
+        except (OSError, ConfigError) as exn:
+            if tier is self.home or not (is_local_error(exn) or isinstance(exn, ConfigError)):
+                raise
+            path, reason = tier.config.dir, getattr(exn, "strerror", None) or exn
+            self.notices.warn(f"tier {path}", "the tier %s is not used: %s", path, reason)
 
     def stores(self) -> list[Store]:
         """Return the stores of all namespaces of all tiers."""
@@ -157,10 +171,9 @@ class ProcessCache:
         directories = self.directories
         if directories is None or self._changed_tiers():
             with self._lock:
-                directories = self.directories  # maybe another thread made them already
-                changed = self.tiers if directories is None else self._changed_tiers()
-                if directories is None or changed:
-                    directories = self.directories = self._make_directories(changed)
+                # Maybe another thread made them already.
+                if (directories := self.directories) is None or self._changed_tiers():
+                    directories = self.directories = self._make_directories()
         return directories
 
     def _changed_tiers(self) -> list[Tier]:
@@ -168,11 +181,11 @@ class ProcessCache:
         home = self.home
         return [t for t in self.tiers if (t.identity() != t.made if t.made else t is home)]
 
-    def _make_directories(self, tiers: list[Tier]) -> Directories:
-        """Create the directories of ``tiers``, and return all usable ones."""
+    def _make_directories(self) -> Directories:
+        """Create the directories that changed, at first all, and return all usable ones."""
         from shardcache.tiers import Directories
 
-        for tier in tiers:
+        for tier in self.tiers if self.directories is None else self._changed_tiers():
             self._make(tier)
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
         self._touched.clear()
@@ -188,26 +201,22 @@ class ProcessCache:
             text = "a part of %s is gone, or it was replaced (unmounted?); creating it again"
             self.notices.warn(f"root of {path}", text, path)
         try:
-            tier.make()
+            with self.tolerating(tier):
+                tier.make()
         except (os_error(), ConfigError) as exn:
             if self.config.strict:
                 raise
-            if tier is not self.home:
-                reason = exn.message if isinstance(exn, ConfigError) else exn.strerror or exn
-                text = "the tier %s cannot be used (%s); shards go to the next one"
-                self.notices.warn(f"tier {path}", text, path, reason)
-            elif isinstance(exn, ConfigError):
+            if isinstance(exn, ConfigError):
                 # The directory may belong to another user now, so its entries may not be read.
                 self.disk.reading.failed(at_once=True)
                 self.disk.writing.failed(at_once=True)
                 log_unusable(exn, path, self._ranks)
                 raise UnusableError(exn.message) from exn
-            elif not is_first:
+            if not is_first:
                 raise
-            else:
-                self.disk.writing.failed(at_once=True)
-                self.notices.skip(fault_kind(exn))  # later attempts fail in the same way
-                log_unusable(unusable(path, exn), path, self._ranks)
+            self.disk.writing.failed(at_once=True)
+            self.notices.skip(fault_kind(exn))  # later attempts fail in the same way
+            log_unusable(unusable(path, exn), path, self._ranks)
 
     def _node_of_session(self) -> Layout:
         """Return the node's namespace, with the session that keeps the notes of this process."""

@@ -64,7 +64,7 @@ class Tier:
     node: Layout = field(init=False)  #: the node's namespace
     store: Store = field(init=False)  #: the namespace that this process stores into
     space: Space = field(init=False)  #: the budget of the directory
-    made: tuple[int, int] | None = None  #: `identity` after `make`; None if it failed
+    made: tuple[object, ...] | None = None  #: `identity` after `make`; None if it failed
     _session: Session | None = None
 
     def __post_init__(self) -> None:
@@ -92,14 +92,10 @@ class Tier:
         own = self.store.layout.base
         return [self.store, *(self._store(other) for other in layouts if other.base != own)]
 
-    def check(self) -> None:
-        """Raise ConfigError if the directory must not be used."""
+    def check(self) -> bool:
+        """Return whether the directory has a cache; ConfigError if it must not be used."""
         root.check_manifest(self.config)
         root.check_links(self.store.layout)
-
-    @property
-    def present(self) -> bool:
-        """Whether there is a cache in the directory."""
         return self.made is not None or root.is_cache(self.config.dir)
 
     def make(self) -> None:
@@ -128,8 +124,8 @@ class Tier:
                 format_duration(self.node.grace),
             )
 
-    def identity(self) -> tuple[int, int] | None:
-        """Return device and inode of the directory; None if a part of the cache is gone."""
+    def identity(self) -> tuple[object, ...] | None:
+        """Return what changes with the directory or the session; None if a part is gone."""
         layout, session = self.store.layout, self._session
         try:
             status = self.config.dir.stat()
@@ -137,11 +133,10 @@ class Tier:
                 path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        # Another process may have made the directories again. Its session is not ours.
-        if session is not None and session.is_lost:
-            return None
+        # Another process may have made the directories again, but not the session of this one.
+        has_session = session is None or os.path.lexists(session.path)
         # With leases, the filesystem may be FUSE, whose inode numbers may change.
-        return status.st_dev, 0 if layout.grace is not None else status.st_ino
+        return status.st_dev, 0 if layout.grace is not None else status.st_ino, has_session
 
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
@@ -264,11 +259,9 @@ class Directories:
 
 
 class Housekeeper:
-    """Cleans in the background of a job, so that a node without cron stays within its limits.
+    """Cleans in the background of a job, as ``shardcache clean`` does.
 
-    Every five minutes, one of the processes that use a cache does the same as ``shardcache clean``.
-    Each of them checks a RAM disk every two seconds, and gives back what the job's memory needs. A
-    process may end in the middle of a cleaning, which does no harm.
+    A process may end in the middle of a cleaning, which does no harm.
     """
 
     def __init__(self, tier: Tier) -> None:

@@ -45,7 +45,7 @@ from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, is_marked, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
-from shardcache.tiers import Directories, Tier
+from shardcache.tiers import Directories
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
@@ -321,7 +321,7 @@ class Worker:
             return None
         tier = next(tier for tier in directories.tiers if tier.owns(other.directory))
         try:
-            with tier.space.reserved(shard, 0):
+            with tier.space.reserved(shard, 0, tier.space.policy):
                 if tier.store.link(other, other.entry.metadata(), shard.basename):
                     opened = directories.lookup(shard, outdated)
         except (DamagedError, os_error()) as exn:  # full or read-only, or it was evicted
@@ -361,7 +361,7 @@ class Worker:
             try:
                 partial.prove()
                 logger.info("%s: resuming at %d bytes", shard, partial.written)
-                with tier.space.reserved(shard, None):
+                with tier.space.reserved(shard, None, tier.space.policy):
                     return partial
             except BaseException as exn:
                 (partial.discard if is_local_error(exn) else partial.close)()
@@ -369,31 +369,29 @@ class Worker:
         return None
 
     def _begin(self, info: ObjectInfo, source: Path | None = None, digest: str = "") -> Partial:
-        """Create a partial, of ``source`` if it can be linked, in the first tier with free room.
+        """Create a partial, of ``source`` if it can be linked, in a tier (see docs/space.md).
 
-        If none has any, a shard is evicted: one that no running job has used, from the first tier
-        with such a shard, else from the last tier. The bytes must have the ``digest``, if an
-        upstream states it.
+        The bytes must have the ``digest``, if an upstream states it.
         """
         shard, tiers = self._download.shard, self._directories.tiers
         facts = str(shard), shard.key, info, info.size or 0
         now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
         metadata = Metadata(*facts, digest, None, *now, __version__, shard.endpoint)
-        choices: list[tuple[Tier, Evict | None]] = [(tiers[-1], None)]
+        choices = [(tiers[-1], tiers[-1].space.policy)]
         # The last tier usually has the most room.
         if len(tiers) > 1 and not self._is_for_last_tier and info.size is not None:
             unused = [(tier, Evict.UNUSED) for tier in tiers[:-1]]
             choices = [*((tier, Evict.NONE) for tier in tiers), *unused, *choices]
-        for tier, evict in choices:
+        while True:
+            tier, evict = choices.pop(0)
             try:
                 with tier.space.reserved(shard, info.size, evict):
                     self._space = tier.space
                     return Partial.create(tier.store.layout, metadata, shard.basename, source)
             except os_error() as exn:  # CacheFullError is a subclass
-                if (tier, evict) == choices[-1]:
+                if not choices:
                     raise
                 logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
-        raise AssertionError("there is always a tier")
 
     def _publish(
         self, partial: Partial, metadata: Metadata, *, proven: bool, headers: int = _HEADERS

@@ -54,12 +54,6 @@ class Session:
         except os_error() as exn:
             # Nothing can be evicted from a cache that is not writable, so no session is needed.
             logger.debug("%s was not made: %s", self.path, exn)
-        self._is_made = os.path.lexists(self.path)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether another program removed the file, so that this process seems to have ended."""
-        return self._is_made and not os.path.lexists(self.path)
 
     def close(self) -> None:
         """End the session. Do nothing in a forked child, because the session is the parent's."""

@@ -31,6 +31,7 @@ from shardcache.store.digest import identify
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import InFlight, read_journal
+from shardcache.store.root import check_usable, is_read_only
 from shardcache.tiers import Tier
 from shardcache.urls import ShardURL, parse_listed
 
@@ -178,18 +179,20 @@ def make_plan(
     needed = sum(on_disk.values())
     rooms, resumable = dict[Tier, int](), 0
     for tier in process.tiers:
-        flights = tier.space.flights()
-        paths = [flight.path for flight in flights if flight.key in sizes and not flight.live]
-        journals = filter(None, map(read_journal, paths))
-        resumable += sum(journal.written for journal in journals if journal.metadata.resumable)
-        rooms[tier] = _room(tier, flights, entries, wanted)
+        with process.tolerating(tier):
+            check_usable(tier.config)
+            flights = tier.space.flights()
+            paths = [flight.path for flight in flights if flight.key in sizes and not flight.live]
+            journals = filter(None, map(read_journal, paths))
+            resumable += sum(journal.written for journal in journals if journal.metadata.resumable)
+            if not is_read_only(tier.config.dir):
+                rooms[tier] = _room(tier, flights, entries, wanted)
     free = sum(max(0, room) for room in rooms.values())
     lacking, evict = max(0, needed - free), 0
     for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._begin`
         unwanted = [e for e in entries if e.key not in wanted and tier.owns(e.directory)]
-        goal = Limits(free_needed=lacking - min(0, room))
-        evicted = None if tier is process.home else Evict.UNUSED
-        planned = tier.space.plan(unwanted, goal, evict=evicted)
+        victims = tier.space.policy if tier is process.home else Evict.UNUSED
+        planned = tier.space.plan(unwanted, Limits(free_needed=lacking - min(0, room)), victims)
         evict, lacking = evict + planned.freed, min(lacking, planned.missing)
     left_out = set()
     left = needed - lacking
@@ -268,11 +271,7 @@ def _refusal(
 
 
 def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
-    """Return whether an object has not changed.
-
-    Raises:
-        ValueError: the origin states nothing by which the two versions can be compared.
-    """
+    """Return whether an object has not changed; ValueError if the origin does not show it."""
     if then.version_id and now.version_id and "null" not in (then.version_id, now.version_id):
         return then.version_id == now.version_id
     if then.size is not None and now.size is not None and then.size != now.size:

@@ -1,9 +1,8 @@
 """Reserve room for a shard before its first byte is written.
 
 The file ``usage`` has a number for each part of the cache, which are the shards whose keys begin
-with the same two digits. It is only written under the budget lock. If locks fail, each process may
-exceed the budget by the shards that others admit at the same moment. Nodes that share a directory
-do not share the numbers, so they count entries and partials for every new shard.
+with the same two digits. If locks fail, each process may exceed the budget by the shards that
+others admit at the same moment. With leases, all entries and partials are counted each time.
 """
 
 from __future__ import annotations
@@ -151,13 +150,10 @@ class Space:
         return allocation(self.node.base)
 
     @contextlib.contextmanager
-    def reserved(
-        self, shard: ShardURL, size: int | None, evict: Evict | None = None
-    ) -> Iterator[None]:
+    def reserved(self, shard: ShardURL, size: int | None, evict: Evict) -> Iterator[None]:
         """Reserve room for a shard, evicting others if necessary. The body must create the partial.
 
-        The size is None if it is unknown, or if the partial exists. ``evict`` replaces the policy.
-        Raises CacheFullError.
+        The size is None if it is unknown, or if the partial exists. Raises CacheFullError.
         """
         if size is not None:
             if too_large := self._too_large(str(shard), size):
@@ -169,14 +165,13 @@ class Space:
                     yield
                     return
         with self._threads, self._budget_lock():
-            self._reserve(shard, size, evict or self.policy)
+            self._reserve(shard, size, evict)
             yield
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
         """Return the error if a shard is too large or was refused recently, otherwise None."""
-        missing, is_recent = self._refusal(self.allocated(size))
-        is_refused = missing and is_recent and self.policy is Evict.UNUSED
-        refused = self._no_room(url, missing) if is_refused else None
+        missing, is_recent = self._refusal(self.allocated(size), self.policy)
+        refused = self._no_room(url, missing) if missing and is_recent else None
         return self._too_large(url, size) or refused
 
     def _no_room(self, url: str, missing: int = 0) -> CacheFullError:
@@ -202,7 +197,7 @@ class Space:
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=max(0, self.allocated(size) - self._sweep(usage)))
             # The disk may lack inodes, and a download needs more of them than one entry frees.
-            planned = self._choose(usage, needed, extra=3)
+            planned = self._choose(usage, needed, self.policy, extra=3)
             if planned.missing:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
@@ -212,7 +207,7 @@ class Space:
         with self._budget_lock(), self._usage() as usage:
             needed = Limits(free_needed=self.limits().free_needed)
             # Not even running jobs keep shards: the kernel kills a job that lacks memory.
-            return self._evict(usage, self._choose(usage, needed, evict=Evict.ANY))
+            return self._evict(usage, self._choose(usage, needed, Evict.ANY))
 
     def _reserve(self, shard: ShardURL, size: int | None, evict: Evict) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
@@ -227,17 +222,15 @@ class Space:
             swept, freed, least = False, 0, 2 * max(1, need)
             for _ in range(_PLANS):
                 over = self._over(usage, limits, need)
-                has_room = over <= 0 or freed >= least
-                if has_room or evict is Evict.NONE:
+                if (has_room := over <= 0 or freed >= least) or evict is Evict.NONE:
                     if not 0 <= clock.monotonic() - usage.listed < _CORRECTED:
-                        self._choose(usage, Limits(), sample_only=True)  # corrects its numbers
+                        self._choose(usage, Limits(), evict, sample_only=True)  # only to count
                         continue
                     if not has_room:
                         break
                     usage.add(part, need)
                     return
-                known = self._refusal(need, usage) if evict is Evict.UNUSED else (0, False)
-                missing, is_recent = known
+                missing, is_recent = self._refusal(need, evict, usage)
                 if missing and is_recent:
                     raise self._no_room(str(shard), missing)
                 if not swept:  # leftovers of dead processes go before entries
@@ -251,9 +244,7 @@ class Space:
                 later = max(0, over - least)
                 goal = limits._replace(free_needed=max(0, limits.free_needed - later))
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(
-                    usage, goal, need - later, evict=evict, sample_only=bool(missing)
-                )
+                planned = self._choose(usage, goal, evict, need - later, sample_only=bool(missing))
                 if planned.missing:
                     # Otherwise, entries stay because of readers, which may finish at any moment.
                     if evict is Evict.UNUSED:
@@ -273,9 +264,9 @@ class Space:
         self,
         usage: _Usage,
         limits: Limits,
+        evict: Evict,
         need: int = 0,
         *,
-        evict: Evict | None = None,
         sample_only: bool = False,
         extra: int = 0,
     ) -> CleanReport:
@@ -298,7 +289,7 @@ class Space:
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
             limits = limits._replace(spare=max(spare, extra * listed // max(1, len(entries))))
             reserved = usage.total - listed + need
-            planned = self.plan(entries, limits, reserved=reserved, evict=evict)
+            planned = self.plan(entries, limits, evict, reserved=reserved)
             if not planned.missing:
                 break
         return planned
@@ -386,9 +377,9 @@ class Space:
                 return _Usage(parts, int(part) % _PARTS, listed)
         return _Usage()
 
-    def _refusal(self, need: int, usage: _Usage | None = None) -> tuple[int, bool]:
+    def _refusal(self, need: int, evict: Evict, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
-        if self.node.grace is None:
+        if evict is Evict.UNUSED and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
                 boot, when, most = read_json(self.node.refusal, _RECORD)
                 age = clock.monotonic() - float(when)
@@ -440,17 +431,12 @@ class Space:
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
     def plan(
-        self,
-        entries: Sequence[Entry],
-        limits: Limits,
-        *,
-        reserved: int = 0,
-        evict: Evict | None = None,
+        self, entries: Sequence[Entry], limits: Limits, evict: Evict, *, reserved: int = 0
     ) -> CleanReport:
-        """Plan an eviction of ``entries`` with `eviction.plan`. ``evict`` replaces the policy."""
+        """Plan an eviction of ``entries`` with `eviction.plan`."""
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
-        policy = eviction.Policy.of(self.node, now, pins, evict or self.policy)
+        policy = eviction.Policy.of(self.node, now, pins, evict)
         in_use, allocated = self.stores()[0].in_use, self.allocated
         return eviction.plan(
             entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated
@@ -492,8 +478,8 @@ class Space:
         reserved = sum(flight.reserved for flight in self.flights()) - (swept if dry_run else 0)
         limits = limits._replace(free_needed=max(0, limits.free_needed - swept))
         entries = [entry for store in self.stores() for entry in store.entries()]
-        evict = Evict.ANY if limits.everything else None
-        planned = self.plan(entries, limits, reserved=reserved, evict=evict)
+        evict = Evict.ANY if limits.everything else self.policy
+        planned = self.plan(entries, limits, evict, reserved=reserved)
         if dry_run:
             return replace(planned, removed=(*leftovers, *planned.removed))
         gone, now = self.evict(planned.removed), clock.time()

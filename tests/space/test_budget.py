@@ -57,7 +57,7 @@ class Bench:
         return [publish(self.store, url, bytes(size), used=n) for n, url in enumerate(urls, 1)]
 
     def admit(self, url: str = NEW, size: int | None = 0):
-        with self.space.reserved(parse_url(url), size):
+        with self.space.reserved(parse_url(url), size, self.space.policy):
             return begin(self.layout, metadata_for(url, b"", size=size))
 
     def fetch(self, number: int, size: int = 1000) -> None:

@@ -16,7 +16,7 @@ from shardcache.cache import Cache
 from shardcache.errors import CacheFullError
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
-from tests.support.disktools import disk, limited_group, needs_root
+from tests.support.disktools import disk, limited_group, needs_root, remount
 from tests.support.shop import Shop
 from tests.support.storetools import layout_of
 from tests.support.tars import make_tar
@@ -52,9 +52,30 @@ def test_a_tier_that_cannot_be_made_is_skipped(shop, ram, caplog):
                 assert read(cache, url) == Path(url).read_bytes()
             assert [tier(cache, ram, url) for url in shop.urls[:2]] == ["home", "home"]
         [warning] = warnings(caplog)
-        assert "shards go to the next one" in warning
-        with pytest.raises(OSError), opened(shop, ram / "cache", None, strict=True) as cache:
-            cache.fetch(shop.urls[0])
+        assert f"the tier {ram}/cache is not used" in warning
+
+
+@needs_root
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_commands_go_on_without_a_tier_that_fails(shop, ram, is_read_only):
+    def run(*words: str) -> str:
+        tiers = {"SHARDCACHE_TIERS": str(ram / "cache"), "SHARDCACHE_CACHE_LOCAL": "1"}
+        code, text = command("--dir", shop.path, *words, **tiers)
+        assert code == 0, text
+        return text
+
+    with disk(ram, "size=8m"):
+        if is_read_only:
+            run("prewarm", shop.urls[0])
+            remount(ram, "ro")
+        else:
+            (ram / "cache").write_text("a file")
+        texts = [run(word, shop.urls[1]) for word in ("prewarm", "pin", "unpin")]
+        texts.append(run("clean", "--all", "-y"))
+        warned = [f"the tier {ram}/cache is not used" in text for text in texts]
+        # If it is read-only, its shards are read.
+        assert warned == [not is_read_only, True, False, is_read_only]
+        assert f"verified {is_read_only:d} shard" in run("verify")  # not that of `dir`
 
 
 def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):

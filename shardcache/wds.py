@@ -170,14 +170,13 @@ def group_files(
 ) -> Iterator[dict[str, Any]]:
     """Group files into samples, as WebDataset's ``group_by_keys`` with its defaults does."""
     sample: dict[str, Any] = {}
-    seen = set[str]()  # the keys in this shard
+    shard, seen = None, set[str]()  # its keys
     for file in data:
         try:
             if not file:  # the end of a shard
                 if sample and not sample.get("__bad__"):
                     yield sample
-                sample = {}
-                seen.clear()
+                sample, shard = {}, None
                 continue
             name = file["fname"]
             key, field = key_and_field(name)
@@ -188,8 +187,11 @@ def group_files(
                 if sample and not sample.get("__bad__"):
                     yield sample
                 sample = {"__key__": key, "__url__": file["__url__"]}
+                if shard != sample["__url__"]:  # WebDataset before 1.0 does not mark the ends
+                    shard = sample["__url__"]
+                    seen.clear()
                 if key in seen:
-                    url = shown_url(str(file["__url__"]))
+                    url = shown_url(str(shard))
                     if is_new(f"again {url}"):
                         logger.warning(MALFORMED, url, REPEATED.format(ascii(key)[1:-1]))
                 seen.add(key)

@@ -19,6 +19,7 @@ import os
 import random
 import resource
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -206,13 +207,28 @@ class _Record:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[dict[str, Any]]:
-        """Yield the values, and write them if the block raises no error."""
-        own = f"/proc/self/fd/{self._number}"
-        with FileIO(self._path if self._number is None else own, "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            values = json.loads(os.pread(file.fileno(), _SIZE, 0))
-            yield values
-            os.pwrite(file.fileno(), json.dumps(values).encode().ljust(_SIZE), 0)
+        """Yield the values, and write them if the block raises no error.
+
+        A signal handler that interrupts this, and calls it, gets the same values.
+        """
+        with _lock:
+            if self in _held:
+                yield from self._changed()
+                return
+            own = f"/proc/self/fd/{self._number}"
+            with FileIO(self._path if self._number is None else own, "r+") as file:
+                try:
+                    _held[self] = {"file": file}
+                    yield from self._changed()
+                finally:
+                    _held.pop(self, None)
+
+    def _changed(self) -> Iterator[dict[str, Any]]:
+        number = _held[self]["file"].fileno()
+        fcntl.lockf(number, fcntl.LOCK_EX)  # unlike flock, a forked child does not inherit it
+        values = _held[self].setdefault("values", json.loads(os.pread(number, _SIZE, 0)))
+        yield values
+        os.pwrite(number, json.dumps(values).encode().ljust(_SIZE), 0)
 
     def _copied(self) -> dict[str, Any]:
         if self._number is None:
@@ -519,6 +535,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return opener, read, read > opener and not held
 
 
+#: Held by a thread that uses a record, because a record lock belongs to the whole process.
+_lock = threading.RLock()
+#: The file and the values of each record that this process has locked.
+_held: dict[_Record, dict[str, Any]] = {}
 #: The pipelines of this process.
 _pipelines: weakref.WeakSet[Resumable] = weakref.WeakSet()
 
@@ -528,7 +548,13 @@ def _before_fork() -> None:
         pipeline._own()  # a forked worker must find the record of its parent
 
 
-os.register_at_fork(before=_before_fork)
+def _in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+    _held.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import signal
 import threading
 import time
 import traceback
@@ -591,6 +592,37 @@ def test_a_forked_process_goes_on_with_the_epochs_of_its_parent(of_files):
         return [*together(1, lambda _: dataset.epoch), dataset.epoch]
 
     assert together(1, child) == [[7, 7]] and dataset.epoch == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_save_a_state_at_any_moment(make):
+    dataset, saved = make(wds.shuffle(5)), []
+    old = signal.signal(signal.SIGPROF, lambda *_: saved.append(dataset.state_dict()))
+    try:
+        signal.setitimer(signal.ITIMER_PROF, 1e-3, 1e-3)
+        while len(saved) < 100:
+            dataset.set_epoch(epoch := dataset.epoch + 1)
+            assert dataset.epoch == epoch
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_amid_a_state_leaves_it_to_the_parent(make):
+    dataset, is_over = make(wds.shuffle(5)), threading.Event()
+
+    def save():
+        while not is_over.is_set():
+            dataset.state_dict()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        assert [together(1, lambda _: dataset.epoch) for _ in range(20)] == [[0]] * 20
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def read_in_rank(rank, dataset, directory):

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import random
+import re
 import resource
 import sys
 import threading
@@ -36,10 +37,12 @@ import webdataset
 from torch.utils.data import DataLoader, get_worker_info
 from webdataset import filters, shardlists, tariterators
 from webdataset.filters import FilterFunction
+from webdataset.pipeline import add_length_method
 from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
 
 from shardcache import wds
 from shardcache.dataset.index import OpenShard
+from shardcache.dataset.order import whole
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import os_error
@@ -57,6 +60,7 @@ _Pipeline = TypeVar("_Pipeline")
 _REMEMBERED = 64  # iterations of a pipeline, of which workers may be as far apart
 _SIZE = 8192  # bytes of their record
 _BITS = 32  # of the number of a sample in a place
+_COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # of a state
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
@@ -67,6 +71,7 @@ _READERS = (
     {wds.tar_files, tariterators.tar_file_expander},
     {wds.group_files, tariterators.group_by_keys},
 )
+_RERAISE = None, wds.reraise, filters.reraise_exception
 #: Stages that hold back no sample when they yield one, if `_batched` replaces ``batched``.
 _DIRECT_NAMES = (
     "associate batched decode log_keys map map_dict map_tuple rename rename_keys select to_tuple "
@@ -97,8 +102,9 @@ def _resumable(base: type) -> type:
     return type(f"Resumable{base.__name__}", bases, {})
 
 
-def _restored(base: type) -> Any:
-    return object.__new__(_resumable(base))
+def _restored(base: type, has_length: bool) -> Any:
+    pipeline: Any = object.__new__(_resumable(base))
+    return add_length_method(pipeline) if has_length else pipeline
 
 
 def _url(item: Any) -> Any:
@@ -129,6 +135,13 @@ def _shown(value: Any) -> str:
     if isinstance(value, str | int | float | tuple | None):
         return repr(value)
     return f"{getattr(value, '__qualname__', type(value).__name__)}{_shuffle_of(value) or ''}"
+
+
+def _options_of(stage: Any) -> dict[str, Any]:
+    """Return the options of a stage that reads shards, and the default ones."""
+    _, args, options = wds._call_of(stage)
+    raises = {"handler": wds.reraise} if options.get("handler") in _RERAISE else {}
+    return {"args": args, "select_files": None, "rename_files": None, **options, **raises}
 
 
 def _refuse(stage: Any) -> None:
@@ -175,17 +188,37 @@ class _Run:
 
     epoch: int
     given: int = 0  #: outputs of the pipeline
+    before: int = 0  #: those of earlier passes
     passes: int = 0  #: complete passes over the shards; `repeat` makes several in an epoch
     entered: int = 0  #: places of this pass that were read
-    counts: str = ""  #: the numbers of samples of the shards in this pass so far
+    #: The number of samples of each shard in this pass so far; behind "~" if it cannot be read at
+    #: random, and without a number until its last sample.
+    counts: str = ""
     check: int = 0  #: a checksum of their URLs
     #: What the handler of an error has ended in this pass: the "shards", or the "samples" as well.
     ended: str = ""
 
-    def note(self, url: str, count: int) -> None:
-        """Count a shard that the pass begins."""
-        self.counts += f" {count}"
-        self.check = crc32(os.fsencode(url), self.check)
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Run:
+        """Return the position in a state. Raises ConfigError for a field that is not valid."""
+
+        def number(name: str, *most: float) -> int:
+            return whole(f"state[{name!r}]", state.get(name), 0, *most)
+
+        counts, ended = str(state.get("counts")), state.get("ended")
+        if not _COUNTS(counts) or ended not in ("", "shards", "samples"):
+            raise ConfigError(
+                f"no pipeline has saved a state with {counts=!s:.80} and {ended=!s:.80}."
+            )
+        number("seed")
+        places = sum(float(each.strip("~") or "inf") for each in counts.split())
+        passes, check, _ = (
+            number("passes"),
+            number("check"),
+            number("worker", number("workers") - 1),
+        )
+        before, entered = number("before", number("given")), number("entered", places)
+        return cls(number("epoch"), state["given"], before, passes, entered, counts, check, ended)
 
 
 class _Record:
@@ -212,23 +245,21 @@ class _Record:
         A signal handler that interrupts this, and calls it, gets the same values.
         """
         with _lock:
-            if self in _held:
-                yield from self._changed()
+            if self not in _held:
+                own = f"/proc/self/fd/{self._number}"
+                with FileIO(self._path if self._number is None else own, "r+") as file:
+                    try:
+                        _held[self] = {"file": file}
+                        with self.locked() as values:
+                            yield values
+                    finally:
+                        _held.pop(self, None)
                 return
-            own = f"/proc/self/fd/{self._number}"
-            with FileIO(self._path if self._number is None else own, "r+") as file:
-                try:
-                    _held[self] = {"file": file}
-                    yield from self._changed()
-                finally:
-                    _held.pop(self, None)
-
-    def _changed(self) -> Iterator[dict[str, Any]]:
-        number = _held[self]["file"].fileno()
-        fcntl.lockf(number, fcntl.LOCK_EX)  # unlike flock, a forked child does not inherit it
-        values = _held[self].setdefault("values", json.loads(os.pread(number, _SIZE, 0)))
-        yield values
-        os.pwrite(number, json.dumps(values).encode().ljust(_SIZE), 0)
+            number = _held[self]["file"].fileno()
+            fcntl.lockf(number, fcntl.LOCK_EX)  # unlike flock, a forked child does not inherit it
+            values = _held[self].setdefault("values", json.loads(os.pread(number, _SIZE, 0)))
+            yield values
+            os.pwrite(number, json.dumps(values).encode().ljust(_SIZE), 0)
 
     def _copied(self) -> dict[str, Any]:
         if self._number is None:
@@ -260,8 +291,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         seed, source = getattr(self, "seed", None), self.pipeline[0]
         opener = [*map(_kind, self.pipeline)].index(wds.url_opener)
         for number, stage in enumerate(self.pipeline[:opener]):
-            # WebDataset passes its own seed, which may be random, to the shuffle of the shards.
-            if seed is not None and (options := _shuffle_of(stage)).pop("seed", None) == seed:
+            # WebDataset passes its own seed, which may be random, to its shuffle of the shards.
+            is_own = isinstance(self, webdataset.WebDataset) and seed is not None
+            if is_own and (options := _shuffle_of(stage)).pop("seed", None) == seed:
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
         names = "\n".join(str(cache.parse(_url(each))) for each in urls)
@@ -269,7 +301,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
         self._base = getattr(self, "_base", base)
         self._run: _Run | None = None
-        self._tracked: dict[str, Any] | None = None
+        self._tracked: dict[str, Any] | None = None  # the state of the last `track`
+        self._ended: int | None = None  # the epoch in which that loop ended
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
@@ -281,8 +314,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._own()
-        state = vars(self) | {"_run": None, "_record": copy.copy(self._record)}
-        return _restored, (self._base,), state
+        state = vars(self) | {"_run": None, "_tracked": None, "_record": copy.copy(self._record)}
+        has_length = type(self) is not _resumable(self._base)  # since `attach`
+        return _restored, (self._base, has_length), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -304,6 +338,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
+        epoch = whole("epoch", epoch, 0)
         with self._shared() as shared:
             if epoch != shared["epoch"]:
                 shared["epoch"], self._run, self._tracked = epoch, None, None
@@ -311,7 +346,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last sample, or after the last batch of `track`."""
         tracked = self._tracked
-        if tracked is not None and self.epoch in (tracked["epoch"], tracked["epoch"] + 1):
+        if tracked is not None and self._ended in (None, self.epoch):
             return {**tracked, "workers": [*tracked["workers"]]}
         with self._shared() as shared:
             is_waiting, is_read = self._is_waiting(shared), shared["is_read"]
@@ -342,10 +377,14 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         Raises:
             ConfigError: the state was saved with other shards, stages, ranks or workers.
         """
-        if not isinstance(state, Mapping) or "epoch" not in state:
+        workers = _workers_of(state) if isinstance(state, Mapping) else [None]
+        if not all(isinstance(each, Mapping) for each in workers):
             raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
-        for each in _workers_of(state):
+        epoch = whole("state['epoch']", state.get("epoch"), 0)
+        for each in workers:
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
+            whole("state['epoch'] of a worker", _Run.of(each).epoch, epoch, epoch)
+        for each in workers:
             self._seed = each["seed"]
         self._loaded, self._run, self._tracked = state, None, None
         self._load = -1
@@ -370,7 +409,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def track(self, loader: Any) -> Iterator[Any]:
         """Iterate over a plain ``DataLoader`` of this pipeline. Then `state_dict` returns the
-        positions of its workers after the last batch, and not how far they have read ahead.
+        positions of its workers after the last batch, and not how far they have read ahead: until
+        the loop ends and another iteration begins, or an epoch or a state is set.
         """
         if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
             raise ConfigError(f"track takes torch's DataLoader, not a {type(loader).__name__}.")
@@ -390,10 +430,16 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             loaded = _workers_of(self._loaded) if self._is_waiting(shared) else []
         known, constant = {each["worker"]: each for each in loaded}, self._state(_Run(0))
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
-        self._tracked = {"epoch": self.epoch, "workers": found}
-        for position, batch in tracked:
-            found[position["worker"]] = constant | position
-            yield batch
+        self._tracked = own = {"epoch": self.epoch, "workers": found}
+        self._ended = None
+        try:
+            for position, batch in tracked:
+                own["epoch"] = position["epoch"]
+                found[position["worker"]] = constant | position
+                yield batch
+        finally:
+            if self._tracked is own and not sys.is_finalizing():
+                self._ended = self.epoch
 
     def _begin_iteration(self) -> tuple[int, bool]:
         """Return the epoch of the next iteration, and whether it continues a state.
@@ -429,54 +475,53 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def _begin_run(self) -> tuple[Any, ...]:
         """Begin an iteration; return the arguments of `_iterate`."""
-        opener, read, is_direct = self._plan()
-        worker, pending = pytorch_worker_info()[2], None
+        plan, worker = self._plan(), pytorch_worker_info()[2]
         epoch, is_continued = self._begin_iteration()
         run = _Run(epoch)
-        if is_continued:
-            for state in _workers_of(self._loaded):
-                if state["given"] or state["passes"] or state["entered"]:
-                    self._refuse_other(state, "workers")
-                pending = state if state["worker"] == worker else pending
+        for state in _workers_of(self._loaded) if is_continued else ():
+            if state["given"] or state["passes"] or state["entered"]:
+                self._refuse_other(state, "workers")
+            if state["worker"] == worker:
+                run = _Run.of(state)
         if self._load < 0:
             self._loaded = {}
-        drop = 0
-        if pending is not None and is_direct:
-            run = _Run(*(pending.get(name, value) for name, value in vars(run).items()))
-        elif pending is not None:
-            run = _Run(epoch, drop := pending["given"])
         self._run = copy.copy(run)
-        return run, opener, read, drop
+        return run, plan
 
-    def _iterate(self, run: _Run, opener: int, read: int, drop: int) -> Iterator[Any]:
+    def _iterate(self, run: _Run, plan: tuple[int, int, bool]) -> Iterator[Any]:
         """Yield the outputs of an epoch behind the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
-        is_empty = not run.given  # of a pass that continues, no output may be left
+        given, is_empty = (
+            run.given,
+            not run.given,
+        )  # of a pass that continues, no output may be left
+        if not plan[2]:
+            run.given = run.before  # this pass makes its outputs again
         while run.passes < self.repetitions and run.given < most:
-            for output in self._pass(run, opener, read):
+            for output in self._pass(run, *plan):
                 is_empty = False
-                if drop:
-                    drop -= 1
-                    continue
                 run.given += 1
-                self._run = _Run(*vars(run).values())  # without what enters before the next output
-                yield output
+                if run.given > given:
+                    self._run = _Run(
+                        *vars(run).values()
+                    )  # without what enters before the next output
+                    yield output
                 if run.given >= most:
                     break
             passes = self.repetitions if is_empty else run.passes + 1
-            run, is_empty = _Run(run.epoch, run.given, passes), True
+            run, is_empty = _Run(run.epoch, run.given, run.given, passes), True
         with self._shared() as shared:
             shared["is_read"] = False
         self._run = run
 
-    def _pass(self, run: _Run, opener: int, read: int) -> Any:
+    def _pass(self, run: _Run, opener: int, read: int, is_direct: bool) -> Any:
         """Iterate once over the shards."""
         stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
-        if read > opener:
-            total = len(getattr(stages[0], "urls", ())) or sys.maxsize
-            shards = _Shards(self._cache, run, self.pipeline[opener:read], total)
+        total = len(getattr(stages[0], "urls", ())) or sys.maxsize
+        shards = _Shards(self._cache, run, self.pipeline[opener:read], total, is_direct)
+        if shards.is_plain:
             stages[read:read] = [shards.read]
-            stages[opener : opener + 3] = [shards.places]
+        stages[opener : min(read, opener + 3)] = [shards.places]
         source = self.invoke(stages[0])
         for stage in stages[1:]:
             source = self.invoke(stage, source)
@@ -508,31 +553,31 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return stage
 
     def _plan(self) -> tuple[int, int, bool]:
-        """Return the positions of the stage that opens shards and of the first one that gets
-        samples, equal if there are no places; and whether the places that were read make a state.
+        """Return the positions of the stage that opens shards and of the first one behind those
+        that `_Shards` replaces; and whether the places that were read make a state.
         """
         for stage in self.pipeline:
             _refuse(stage)
         kinds = [_kind(stage) for stage in self.pipeline]
         read = opener = kinds.index(wds.url_opener)
-        readers = map(wds._call_of, self.pipeline[opener + 1 : opener + 3])
-        is_plain = [
-            function in known and not (args or any(v for n, v in kw.items() if n != "handler"))
-            for known, (function, args, kw) in zip(_READERS, readers, strict=False)
+        options, *others = map(_options_of, self.pipeline[opener : opener + 3])
+        del options["cache"]
+        is_known = [
+            kind in known for kind, known in zip(kinds[opener + 1 :], _READERS, strict=False)
         ]
-        if is_plain == [True, True]:
-            read += 3
-            while read < len(kinds) and kinds[read] in _BLIND:
-                read += 1
+        is_plain = is_known == [True, True] and others == [options, options]
+        read += 3 if is_plain else 1
+        while is_plain and read < len(kinds) and kinds[read] in _BLIND:
+            read += 1
         held = [stage for stage in self.pipeline[read:] if _kind(stage) not in _DIRECT]
-        if held and len(kinds) > opener + 1 and wds.is_new("replay", self._cache):
+        if held and wds.is_new("replay", self._cache):
             logger.warning(
                 "%s gets samples, not places. It may hold some back in memory, so resuming an "
                 "epoch reads its samples again. Put shuffles before all filters that look at "
                 "samples, and use WebDataset's own filters.",
                 _shown(held[0]),
             )
-        return opener, read, read > opener and not held
+        return opener, read, is_plain and not held
 
 
 #: Held by a thread that uses a record, because a record lock belongs to the whole process.
@@ -559,7 +604,8 @@ os.register_at_fork(before=_before_fork, after_in_child=_in_child)
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:
     """Return the state of each worker that had started."""
-    return [each for each in state.get("workers", ()) if each] if "given" not in state else [state]
+    workers = state.get("workers")
+    return [each for each in workers if each is not None] if isinstance(workers, list) else [state]
 
 
 def _loader() -> str:
@@ -592,17 +638,27 @@ def _batched(data: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
             yield batch if collate is None else collate(batch)
 
 
+def _other_count(url: str, now: int, before: object) -> ConfigError:
+    return ConfigError(
+        f"{shown_url(url)} has {now} samples, but had {before} when this epoch began, so its order "
+        "has changed. Start the epoch again."
+    )
+
+
 class _Shards:
     """The shards of one pass. One with places that were not read is open, so it is not evicted."""
 
-    def __init__(self, cache: Cache, run: _Run, stages: list[Any], total: int) -> None:
-        self._cache, self._run, self._total = cache, run, total
-        self._handler = stages[0].kw["handler"] or wds.reraise
-        self._is_indexed = True  # all shards so far. To resume, those after another are read again.
+    def __init__(
+        self, cache: Cache, run: _Run, stages: list[Any], total: int, is_direct: bool
+    ) -> None:
+        self._cache, self._run, self._total, self._is_direct = cache, run, total, is_direct
+        self._handler = _options_of(stages[0])["handler"]
+        self.is_plain = len(stages) > 1  #: otherwise, the pipeline's own stages get the shards
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
         # By number of the shard: its URL, its samples, and how many of them were not read yet.
         self._urls, self._counts, self._left = list[str](), list[int](), list[int]()
         self._opened = dict[int, OpenShard]()
+        self._failed = dict[int, ShardCacheError]()  # why a shard could not be opened again
         self._bytes = 0  # read, but not counted yet
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = 1024 if files < 0 else max(1, files // 4)
@@ -613,54 +669,68 @@ class _Shards:
             self._run.ended = what
         return is_handled
 
-    def _failed(self, exn: Exception) -> bool:
-        self._enter("", 0, shown=exn.args[-1])
+    def _skip(self, exn: Exception) -> bool:
+        """Handle the error of a shard that cannot be opened."""
+        self._enter("", "0", shown=exn.args[-1])
         return self._handle(exn, "shards")
 
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
-        items = iter(data)
-        yield from self._replay(items)
-        ended = bool(self._run.ended)
-        for source in () if ended else wds.url_opener(items, self._failed, cache=self._cache):
-            if (opened := self._indexed(source)) is not None:
-                yield from self._enter(source["url"], len(opened), opened)
-                del opened, source  # only `_opened` keeps the shard open
-                continue
-            self._is_indexed = False
-            yield from wds.tar_samples([source], self._handle)
-            if self._run.ended:
-                return
-
-    def _replay(self, items: Iterator[Any]) -> Iterator[int]:
-        """Yield the places in the shards that the state lists."""
-        run = self._run
-        counts, check = run.counts.split(), run.check
-        run.counts, run.check = "", 0
-        urls = [_url(item) for item in islice(items, len(counts))]
-        begun = [self._enter(*each) for each in zip(urls, map(int, counts), strict=False)]
-        if run.check != check:
+        items, run = iter(data), self._run
+        counts, check, run.counts, run.check = run.counts.split(), run.check, "", 0
+        known = [
+            (count, item, self._enter(_url(item), count))
+            for count, item in zip(counts, items, strict=False)
+        ]
+        if run.check != check or len(known) < len(counts):
             raise ConfigError(
                 "the shards come in another order than when the state was saved, so the stages "
                 "before the archives do not repeat it. Use WebDataset's own stages there."
             )
-        for places in begun:
+        if not self._is_direct:
+            self._want()
+        for count, item, places in known:
             yield from places
+            if "~" in count:
+                source = next(wds.url_opener([item], cache=self._cache))
+                yield from self._streamed(source, count[1:])
+        for source in () if run.ended else wds.url_opener(items, self._skip, cache=self._cache):
+            opened = self._indexed(source) if self.is_plain else None
+            if opened is not None:
+                yield from self._enter(source["url"], str(len(opened)), opened)
+            else:
+                self._enter(source["url"], "~")
+                yield from self._streamed(source)
+            if run.ended:
+                return
+            del opened, source  # only `_opened` keeps the shard open
+
+    def _streamed(self, source: dict[str, Any], count: str = "") -> Iterator[Any]:
+        """Yield the samples of a shard, as many as a state says; for other readers, the shard."""
+        given = 0
+        samples = wds.tar_samples([source], self._handle) if self.is_plain else [source]
+        for sample in islice(samples, int(count) if count else None):
+            given += 1
+            yield sample
+        if not count:
+            self._run.counts += str(given)
+        elif given < int(count):
+            raise _other_count(source["url"], given, count)
 
     def _enter(
-        self, url: str, count: int, opened: OpenShard | None = None, shown: str | None = None
+        self, url: str, count: str, opened: OpenShard | None = None, shown: str | None = None
     ) -> range:
-        """Return the places in a shard."""
-        number = len(self._urls)
+        """Note a shard in the state. Return the places in it."""
+        number, places = len(self._urls), int(count) if count.isdigit() else 0
         self._urls.append(url)
-        self._counts.append(count)
-        self._left.append(count)
-        if self._is_indexed:
-            self._run.note(shown or shown_url(url), count)
-        if opened is not None and count:
+        self._counts.append(places)
+        self._left.append(places)
+        self._run.counts += f" {count}"
+        self._run.check = crc32(os.fsencode(shown or shown_url(url)), self._run.check)
+        if opened is not None and places:
             self._keep(number, opened)
             self._warn_of_room(opened)
-        return range(number << _BITS, (number << _BITS) + count)
+        return range(number << _BITS, (number << _BITS) + places)
 
     def _keep(self, number: int, opened: OpenShard) -> None:
         if len(self._opened) >= self._most:
@@ -693,16 +763,15 @@ class _Shards:
 
     def read(self, places: Iterator[Any]) -> Iterator[Any]:
         """Yield the samples at places. A stage."""
-        run = self._run
-        if run.counts or run.entered:  # of a state
-            for place in islice(places, run.entered):
-                if type(place) is int:
-                    self._left[place >> _BITS] -= 1
-            self._ahead = Prefetcher(self._cache.process)
-            needed = [url for url, left in zip(self._urls, self._left, strict=True) if left]
-            self._ahead.want(map(self._cache.parse, needed))
-            if run.ended == "samples":
-                return
+        run, entered = self._run, self._run.entered
+        run.entered = entered if self._is_direct else 0
+        for place in islice(places, run.entered):
+            if type(place) is int:
+                self._left[place >> _BITS] -= 1
+        if run.entered:
+            self._want()
+        if run.ended == "samples" and run.entered >= entered:
+            return
         for place in places:
             run.entered += 1
             try:
@@ -714,9 +783,15 @@ class _Shards:
                     return
                 continue
             yield sample
-            if run.ended == "samples":
+            if run.ended == "samples" and run.entered >= entered:
                 return
         self._count()
+
+    def _want(self) -> None:
+        """Download the shards ahead of which samples are left."""
+        self._ahead = Prefetcher(self._cache.process)
+        needed = [url for url, left in zip(self._urls, self._left, strict=True) if left]
+        self._ahead.want(map(self._cache.parse, needed))
 
     def _sample(self, place: int) -> dict[str, Any]:
         number, index = divmod(place, 1 << _BITS)
@@ -724,12 +799,15 @@ class _Shards:
         opened = self._opened.get(number)
         if opened is None or opened.is_lost:
             url, count = self._urls[number], self._counts[number]
-            opened = OpenShard(self._cache, self._cache.parse(url))
+            if (failed := self._failed.get(number)) is not None:
+                raise type(failed)(failed.message, url=url)
+            try:
+                opened = OpenShard(self._cache, self._cache.parse(url))
+            except ShardCacheError as exn:
+                self._failed[number] = type(exn)(exn.message)  # a copy without the traceback
+                raise
             if len(opened) != count:
-                raise ConfigError(
-                    f"{shown_url(url)} has {len(opened)} samples, but had {count} when this epoch "
-                    "began, so its order has changed. Start the epoch again."
-                )
+                raise _other_count(url, len(opened), count)
             self._keep(number, opened)
         if not self._left[number]:
             del self._opened[number]

@@ -14,12 +14,13 @@ import time
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, product
+from itertools import islice, permutations, product
 
 import pytest
 import torch
 import webdataset as wds
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
+from webdataset import tariterators
 
 from shardcache import ConfigError, ShardNotFoundError
 from tests.support import caches
@@ -319,6 +320,39 @@ def test_what_was_skipped_is_skipped_again(make, make_cache, origin):
             assert {key[:4] for key in keys(dataset)} == begun | rest
 
 
+REPLAYED = [(held_back,), (wds.select(len), wds.shuffle(20))]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("stages", [*REPLAYED, (wds.shuffle(20),), ()])
+def test_what_was_skipped_is_skipped_when_shards_are_read_again(make, origin, stages, passes):
+    """A filter that holds samples back, or a compressed shard, makes a resume read them again."""
+    origin.objects[URLS[0]] = gzip.compress(origin.objects[URLS[0]])
+    missing = {URLS[2]: origin.objects.pop(URLS[2])}
+    options = {"handler": wds.ignore_and_continue, "shardshuffle": False}
+    one, two = (make(*stages, **options).repeat(passes) for _ in range(2))
+    whole = list(one)
+    one.set_epoch(0)
+    first = list(islice(one, len(whole) * 2 // 3))
+    two.load_state_dict(saved(one))
+    origin.objects |= missing
+    assert seen(first + list(two)) == seen(whole)
+
+
+def test_a_shard_that_is_gone_after_a_resume_costs_one_request(make, make_cache, origin):
+    one = make(wds.shuffle(1000), handler=wds.ignore_and_continue, shardshuffle=False)
+    first = keys(islice(one, 20))
+    cache = make_cache()
+    cache.clean(everything=True)
+    del origin.objects[URLS[5]]
+    origin.requests.clear()
+    two = make(wds.shuffle(1000), handler=wds.ignore_and_continue, shardshuffle=False, cache=cache)
+    two.load_state_dict(saved(one))
+    left = keys(two)
+    assert sorted(first + left) == [key for key in KEYS if key in first or key[:4] != "0005"]
+    assert [url for url, *_ in origin.requests].count(URLS[5]) <= 2  # with the one ahead
+
+
 def test_a_command_that_fails_is_skipped_again(of_files, make, open_cache, tmp_path):
     of_files()
     urls = [f"pipe:cat {tmp_path}/{number}.tar" for number in (0, 1, 9, 2)]
@@ -376,12 +410,15 @@ def test_the_end_of_an_epoch_without_a_further_sample_is_the_end(make):
         assert keys(two) == keys(one)
 
 
-def test_another_number_of_samples_is_refused(make, make_cache, origin):
-    state = resumed(make, wds.shuffle(9))
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+@pytest.mark.parametrize("stages", [*permutations((wds.shuffle(9), wds.map(key_of)))])
+def test_another_number_of_samples_is_refused(make, make_cache, origin, stages, packed):
+    origin.objects |= {url: packed(origin.objects[url]) for url in URLS}
+    state = resumed(make, *stages)
     with_more = make_cache()
     with_more.clean(everything=True)
-    origin.objects |= {url: sample_tar(n, 5) for n, url in enumerate(URLS)}
-    other = make(wds.shuffle(9), cache=with_more)
+    origin.objects |= {url: packed(sample_tar(n, 5)) for n, url in enumerate(URLS)}
+    other = make(*stages, cache=with_more)
     other.load_state_dict(state)
     with pytest.raises(ConfigError, match=r"s3://lab/\d.tar has 5 samples, but had 1\d when this"):
         list(other)
@@ -393,13 +430,16 @@ def own_order(data):
     return iter(shards)
 
 
-def test_another_order_of_shards_is_refused(make, make_cache):
+@pytest.mark.parametrize("stages", [(), *REPLAYED])
+@pytest.mark.parametrize("select", [None, str.isprintable])
+def test_another_order_of_shards_is_refused(make_cache, stages, select):
     def made():
-        parts = wds.SimpleShardList(URLS), own_order, wds.tarfile_to_samples()
+        reader = wds.tarfile_to_samples(select_files=select)
+        parts = wds.SimpleShardList(URLS), own_order, reader, *stages
         return make_cache().attach(wds.DataPipeline(*parts), resume=True)
 
     dataset = made()
-    assert list(islice(dataset, 90))
+    assert list(islice(dataset, 40))
     other = made()
     other.load_state_dict(dataset.state_dict())
     with pytest.raises(ConfigError, match="the shards come in another order"):
@@ -447,10 +487,11 @@ def test_a_state_of_something_else_is_refused_by_name(make, monkeypatch):
 
 def test_stages_may_be_added_after_attach_and_a_length(make):
     def longer(**options):
-        return make(**options).shuffle(9).to_tuple("__key__").batched(3).with_length(9)
+        return make(**options).with_length(9).shuffle(9).to_tuple("__key__").batched(3)
 
     resumed(longer)
-    assert len(longer()) == 9
+    for copied in copy.copy, copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset)):
+        assert len(copied(longer())) == 9
     assert isinstance(longer(), wds.WebDataset)
 
 
@@ -649,6 +690,37 @@ def test_a_seed_that_a_shuffle_states_is_obeyed(make, make_cache):
     dataset.seed = 7
     make_cache().attach(dataset, resume=True)
     assert keys(dataset) == keys(dataset) != KEYS
+    parts = wds.SimpleShardList(URLS), wds.shuffle(9, seed=7), wds.tarfile_to_samples()
+    dataset = wds.DataPipeline(*parts)
+    dataset.seed = 7
+    assert keys(make_cache().attach(dataset, resume=True)) == keys(dataset) != KEYS
+
+
+def test_options_of_the_readers_are_obeyed(make_cache, origin):
+    origin.objects |= {URLS[0]: tar_of([("a.TXT", b"1"), ("z.txt", b"")])}
+    origin.objects |= {URLS[1]: tar_of([("z.cls", b"2"), ("z.cls", b"3"), ("y.txt", b"")])}
+    skip = {"handler": wds.ignore_and_continue}
+    opener, expander, group = (
+        wds.filters.pipelinefilter(getattr(tariterators, name))
+        for name in ("url_opener", "tar_file_expander", "group_by_keys")
+    )
+    for readers in (
+        (opener(), expander(), group(lcase=False, **skip)),
+        (opener(), expander(), group(**skip)),
+        (opener(**skip), expander(**skip), group()),
+        (opener(), expander(select_files=lambda name: name != "z.cls"), group()),
+        *([] if BEFORE_1_0 else [(opener(), expander(eof_value=None), group(**skip))]),
+    ):
+
+        def outcome(resume, readers=readers):
+            parts = wds.SimpleShardList(URLS[:2]), *readers
+            dataset = make_cache().attach(wds.DataPipeline(*parts), resume=resume)
+            try:
+                return seen(dataset)
+            except ValueError as exn:
+                return type(exn)
+
+        assert outcome(True) == outcome(False)
 
 
 def test_a_state_is_continued_once_and_kept_until_then(make):
@@ -696,13 +768,63 @@ def test_a_state_that_only_workers_know_is_said(of_files, caplog):
     assert "the workers of a DataLoader know the position" in caplog.text
 
 
+@pytest.mark.parametrize("peek", ["pipeline", "loader", "copy"])
+def test_a_peek_leaves_the_tracked_position(of_files, peek):
+    dataset, other = (of_files(wds.shuffle(5)) for _ in range(2))
+    first, states = [], []
+    for batch in dataset.track(batches_of(dataset)):
+        first += batch
+        if len(first) == 10:
+            own = copy.copy(dataset) if peek == "copy" else dataset
+            assert peek != "copy" or own.state_dict()["given"] == 0
+            next(iter(batches_of(dataset, 1) if peek == "loader" else own))
+            states.append(saved(dataset))
+        if len(first) == 20:
+            break
+    states.append(saved(dataset))  # after the loop
+    rest = [key for key in KEYS[:46] if key not in first]
+    other.load_state_dict(states[1])
+    assert sorted(flat(other.track(batches_of(other)))) == rest
+    other.load_state_dict(states[0])
+    assert sorted(flat(other.track(batches_of(other)))) == sorted(rest + first[10:])
+    next(iter(dataset))  # another iteration takes over
+    assert "given" in saved(dataset)
+
+
+BROKEN = {
+    "epoch": (-1, "x", None, 1.5, True), "given": ("x", None), "passes": (-1, "x"), "seed": ("x",),
+    "entered": (-1, None, 10**9), "counts": (5, " x"), "check": (None,), "ended": (5, "all"),
+    "worker": (7, None), "workers": ("x", None), "version": (9,), "before": (-1, 10**9),
+}  # fmt: skip
+
+
+def test_a_state_that_no_pipeline_has_saved_is_refused_by_field(make):
+    dataset = make()
+    next(iter(dataset))
+    state = saved(dataset)
+    assert BROKEN.keys() | {"shards", "stages", "rank", "world_size"} == state.keys()
+    broken = [(name, {**state, name: value}) for name in BROKEN for value in BROKEN[name]]
+    broken += [(name, {each: state[each] for each in state if each != name}) for name in state]
+    broken += [(name, {"epoch": 0, "workers": [each]}) for name, each in broken]
+    broken += [("version", {"epoch": 0, "workers": 5}), ("version", {"epoch": 0, "workers": [{}]})]
+    broken += [("epoch", {"epoch": 1, "workers": [state]}), ("state", {"epoch": 0, "workers": [5]})]
+    for name, each in broken:
+        with pytest.raises(ConfigError, match=name):
+            dataset.load_state_dict(each)
+    for epoch in 1.0, "1", -1:
+        with pytest.raises(ConfigError, match="epoch"):
+            dataset.set_epoch(epoch)
+    dataset.set_epoch(torch.tensor(3))
+    assert dataset.epoch == 3
+
+
 def test_track_refuses_loaders_that_it_cannot_track(of_files):
     dataset = of_files()
     for each in wds.WebLoader(dataset), batches_of(of_files().shuffle(5), 0):
         with pytest.raises(ConfigError, match="DataLoader"):
             next(iter(dataset.track(each)))
     for state in (None, {"workers": []}):
-        with pytest.raises(ConfigError, match="no state"):
+        with pytest.raises(ConfigError, match="not the state|epoch"):
             dataset.load_state_dict(state)
 
 

@@ -313,33 +313,29 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._own()
-        state = vars(self) | {"_run": None, "_tracked": None, "_record": copy.copy(self._record)}
+        own = {"_run": None, "_tracked": None, "_record": copy.copy(self._shared())}
         has_length = type(self) is not _resumable(self._base)  # since `attach`
-        return _restored, (self._base, has_length), state
+        return _restored, (self._base, has_length), vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _pipelines.add(self)
 
-    def _own(self) -> None:
-        """Count epochs in this process, unless it works for the loader of another one."""
+    def _shared(self) -> _Record:
+        """Return the record of this process, or of the one for whose loader it works."""
         self._record = self._record.own()
-
-    def _shared(self) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        self._own()
-        return self._record.locked()
+        return self._record
 
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        with self._shared() as shared:
+        with self._shared().locked() as shared:
             return int(shared["epoch"])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
         epoch = whole("epoch", epoch, 0)
-        with self._shared() as shared:
+        with self._shared().locked() as shared:
             if epoch != shared["epoch"]:
                 shared["epoch"], self._run, self._tracked = epoch, None, None
 
@@ -348,7 +344,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         tracked = self._tracked
         if tracked is not None and self._ended in (None, self.epoch):
             return {**tracked, "workers": [*tracked["workers"]]}
-        with self._shared() as shared:
+        with self._shared().locked() as shared:
             is_waiting, is_read = self._is_waiting(shared), shared["is_read"]
         if is_waiting:
             return dict(self._loaded)
@@ -384,13 +380,12 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         for each in workers:
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
             whole("state['epoch'] of a worker", _Run.of(each).epoch, epoch, epoch)
-        for each in workers:
-            self._seed = each["seed"]
-        self._loaded, self._run, self._tracked = state, None, None
+        self._seed = workers[-1]["seed"] if workers else self._seed
+        self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
         self._load = -1
         if get_worker_info() is None:
-            with self._shared() as shared:
-                shared["epoch"], shared["is_loaded"] = state["epoch"], True
+            with self._shared().locked() as shared:
+                shared["epoch"], shared["is_loaded"] = epoch, True
                 self._load = shared["loads"] = shared["loads"] + 1
 
     def _refuse_other(self, state: Mapping[str, Any], *names: str) -> None:
@@ -426,7 +421,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             tracked.collate_fn = partial(_collated, loader.collate_fn, self)
             if loader.persistent_workers:
                 loader._tracked_by_shardcache = tracked
-        with self._shared() as shared:
+        with self._shared().locked() as shared:
             loaded = _workers_of(self._loaded) if self._is_waiting(shared) else []
         known, constant = {each["worker"]: each for each in loaded}, self._state(_Run(0))
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
@@ -448,7 +443,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """
         info, name = get_worker_info(), f"{_loader()}-{self._turns}"
         self._turns += 1
-        with self._shared() as shared:
+        with self._shared().locked() as shared:
             if info and 0 <= self._load < shared["loads"]:
                 raise ConfigError(
                     "a state was loaded after the persistent workers of this loader had started. "
@@ -491,10 +486,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def _iterate(self, run: _Run, plan: tuple[int, int, bool]) -> Iterator[Any]:
         """Yield the outputs of an epoch behind the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
-        given, is_empty = (
-            run.given,
-            not run.given,
-        )  # of a pass that continues, no output may be left
+        # Of a pass that continues, no output may be left.
+        given, is_empty = run.given, not run.given
         if not plan[2]:
             run.given = run.before  # this pass makes its outputs again
         while run.passes < self.repetitions and run.given < most:
@@ -502,15 +495,14 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 is_empty = False
                 run.given += 1
                 if run.given > given:
-                    self._run = _Run(
-                        *vars(run).values()
-                    )  # without what enters before the next output
+                    # Without what enters before the next output.
+                    self._run = _Run(*vars(run).values())
                     yield output
                 if run.given >= most:
                     break
             passes = self.repetitions if is_empty else run.passes + 1
             run, is_empty = _Run(run.epoch, run.given, run.given, passes), True
-        with self._shared() as shared:
+        with self._shared().locked() as shared:
             shared["is_read"] = False
         self._run = run
 
@@ -562,10 +554,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         read = opener = kinds.index(wds.url_opener)
         options, *others = map(_options_of, self.pipeline[opener : opener + 3])
         del options["cache"]
-        is_known = [
-            kind in known for kind, known in zip(kinds[opener + 1 :], _READERS, strict=False)
-        ]
-        is_plain = is_known == [True, True] and others == [options, options]
+        is_plain = others == [options] * 2 and all(
+            map(set.__contains__, _READERS, kinds[opener + 1 :])
+        )
         read += 3 if is_plain else 1
         while is_plain and read < len(kinds) and kinds[read] in _BLIND:
             read += 1
@@ -588,18 +579,15 @@ _held: dict[_Record, dict[str, Any]] = {}
 _pipelines: weakref.WeakSet[Resumable] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
-    for pipeline in list(_pipelines):
-        pipeline._own()  # a forked worker must find the record of its parent
-
-
 def _in_child() -> None:
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held it
     _held.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+# A forked worker must find the record of its parent.
+os.register_at_fork(before=lambda: [each._shared() for each in list(_pipelines)])
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:
@@ -649,9 +637,9 @@ class _Shards:
     """The shards of one pass. One with places that were not read is open, so it is not evicted."""
 
     def __init__(
-        self, cache: Cache, run: _Run, stages: list[Any], total: int, is_direct: bool
+        self, cache: Cache, run: _Run, stages: list[Any], total: int, direct: bool
     ) -> None:
-        self._cache, self._run, self._total, self._is_direct = cache, run, total, is_direct
+        self._cache, self._run, self._total, self._is_direct = cache, run, total, direct
         self._handler = _options_of(stages[0])["handler"]
         self.is_plain = len(stages) > 1  #: otherwise, the pipeline's own stages get the shards
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
@@ -678,10 +666,8 @@ class _Shards:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
         items, run = iter(data), self._run
         counts, check, run.counts, run.check = run.counts.split(), run.check, "", 0
-        known = [
-            (count, item, self._enter(_url(item), count))
-            for count, item in zip(counts, items, strict=False)
-        ]
+        pairs = zip(counts, items, strict=False)
+        known = [(count, item, self._enter(_url(item), count)) for count, item in pairs]
         if run.check != check or len(known) < len(counts):
             raise ConfigError(
                 "the shards come in another order than when the state was saved, so the stages "
@@ -695,8 +681,7 @@ class _Shards:
                 source = next(wds.url_opener([item], cache=self._cache))
                 yield from self._streamed(source, count[1:])
         for source in () if run.ended else wds.url_opener(items, self._skip, cache=self._cache):
-            opened = self._indexed(source) if self.is_plain else None
-            if opened is not None:
+            if (opened := self._indexed(source)) is not None:
                 yield from self._enter(source["url"], str(len(opened)), opened)
             else:
                 self._enter(source["url"], "~")
@@ -717,9 +702,7 @@ class _Shards:
         elif given < int(count):
             raise _other_count(source["url"], given, count)
 
-    def _enter(
-        self, url: str, count: str, opened: OpenShard | None = None, shown: str | None = None
-    ) -> range:
+    def _enter(self, url: str, count: str, opened: Any = None, shown: str = "") -> range:
         """Note a shard in the state. Return the places in it."""
         number, places = len(self._urls), int(count) if count.isdigit() else 0
         self._urls.append(url)
@@ -749,6 +732,8 @@ class _Shards:
     def _indexed(self, source: dict[str, Any]) -> OpenShard | None:
         """Open a shard for random access, or leave a stream of it in ``source``."""
         stream, shard = source["stream"], self._cache.parse(source["url"])
+        if not self.is_plain:
+            return None
         try:
             if isinstance(stream.raw, ShardStream):
                 stream.raw.wait(whole=True)

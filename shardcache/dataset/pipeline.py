@@ -191,8 +191,8 @@ class _Run:
     before: int = 0  #: those of earlier passes
     passes: int = 0  #: complete passes over the shards; `repeat` makes several in an epoch
     entered: int = 0  #: places of this pass that were read
-    #: The number of samples of each shard in this pass so far; behind "~" if it cannot be read at
-    #: random, and without a number until its last sample.
+    #: The samples of each shard of this pass so far: "~12" are not read at random, and "~" is a
+    #: shard of them before its end.
     counts: str = ""
     check: int = 0  #: a checksum of their URLs
     #: What the handler of an error has ended in this pass: the "shards", or the "samples" as well.
@@ -207,18 +207,14 @@ class _Run:
 
         counts, ended = str(state.get("counts")), state.get("ended")
         if not _COUNTS(counts) or ended not in ("", "shards", "samples"):
-            raise ConfigError(
-                f"no pipeline has saved a state with {counts=!s:.80} and {ended=!s:.80}."
-            )
+            raise ConfigError(f"no pipeline saves a state with {counts=!s:.80} and {ended=!s:.80}.")
         number("seed")
-        places = sum(float(each.strip("~") or "inf") for each in counts.split())
-        passes, check, _ = (
-            number("passes"),
-            number("check"),
-            number("worker", number("workers") - 1),
-        )
-        before, entered = number("before", number("given")), number("entered", places)
-        return cls(number("epoch"), state["given"], before, passes, entered, counts, check, ended)
+        number("worker", number("workers") - 1)
+        given, places = number("given"), sum(float(n.strip("~") or "inf") for n in counts.split())
+        return cls(
+            number("epoch"), given, number("before", given), number("passes"),
+            number("entered", places), counts, number("check"), ended,
+        )  # fmt: skip
 
 
 class _Record:
@@ -481,17 +477,17 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         if self._load < 0:
             self._loaded = {}
         self._run = copy.copy(run)
-        return run, plan
+        return run, *plan
 
-    def _iterate(self, run: _Run, plan: tuple[int, int, bool]) -> Iterator[Any]:
+    def _iterate(self, run: _Run, opener: int, read: int, is_direct: bool) -> Iterator[Any]:
         """Yield the outputs of an epoch behind the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
         # Of a pass that continues, no output may be left.
         given, is_empty = run.given, not run.given
-        if not plan[2]:
-            run.given = run.before  # this pass makes its outputs again
+        if not is_direct:  # this pass makes its outputs again
+            run.given, run.entered, run.ended = run.before, 0, run.ended and "shards"
         while run.passes < self.repetitions and run.given < most:
-            for output in self._pass(run, *plan):
+            for output in self._pass(run, opener, read):
                 is_empty = False
                 run.given += 1
                 if run.given > given:
@@ -506,11 +502,11 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             shared["is_read"] = False
         self._run = run
 
-    def _pass(self, run: _Run, opener: int, read: int, is_direct: bool) -> Any:
+    def _pass(self, run: _Run, opener: int, read: int) -> Any:
         """Iterate once over the shards."""
         stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
         total = len(getattr(stages[0], "urls", ())) or sys.maxsize
-        shards = _Shards(self._cache, run, self.pipeline[opener:read], total, is_direct)
+        shards = _Shards(self._cache, run, self.pipeline[opener:read], total)
         if shards.is_plain:
             stages[read:read] = [shards.read]
         stages[opener : min(read, opener + 3)] = [shards.places]
@@ -571,10 +567,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return opener, read, is_plain and not held
 
 
-#: Held by a thread that uses a record, because a record lock belongs to the whole process.
-_lock = threading.RLock()
-#: The file and the values of each record that this process has locked.
-_held: dict[_Record, dict[str, Any]] = {}
+_lock = threading.RLock()  # of a thread that uses a record: the file's lock is of the process
+_held: dict[_Record, dict[str, Any]] = {}  # the file and the values of locked records
 #: The pipelines of this process.
 _pipelines: weakref.WeakSet[Resumable] = weakref.WeakSet()
 
@@ -627,19 +621,15 @@ def _batched(data: Iterable[Any], *args: Any, **options: Any) -> Iterator[Any]:
 
 
 def _other_count(url: str, now: int, before: object) -> ConfigError:
-    return ConfigError(
-        f"{shown_url(url)} has {now} samples, but had {before} when this epoch began, so its order "
-        "has changed. Start the epoch again."
-    )
+    text = "when this epoch began, so its order has changed. Start the epoch again."
+    return ConfigError(f"{shown_url(url)} has {now} samples, but had {before} {text}")
 
 
 class _Shards:
     """The shards of one pass. One with places that were not read is open, so it is not evicted."""
 
-    def __init__(
-        self, cache: Cache, run: _Run, stages: list[Any], total: int, direct: bool
-    ) -> None:
-        self._cache, self._run, self._total, self._is_direct = cache, run, total, direct
+    def __init__(self, cache: Cache, run: _Run, stages: list[Any], total: int) -> None:
+        self._cache, self._run, self._total = cache, run, total
         self._handler = _options_of(stages[0])["handler"]
         self.is_plain = len(stages) > 1  #: otherwise, the pipeline's own stages get the shards
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
@@ -652,13 +642,12 @@ class _Shards:
         self._most = 1024 if files < 0 else max(1, files // 4)
 
     def _handle(self, exn: Exception, what: str = "samples") -> bool:
-        is_handled = bool(self._handler(exn))
-        if not is_handled:
-            self._run.ended = what
-        return is_handled
+        if self._handler(exn):
+            return True
+        self._run.ended = what
+        return False
 
     def _skip(self, exn: Exception) -> bool:
-        """Handle the error of a shard that cannot be opened."""
         self._enter("", "0", shown=exn.args[-1])
         return self._handle(exn, "shards")
 
@@ -673,7 +662,7 @@ class _Shards:
                 "the shards come in another order than when the state was saved, so the stages "
                 "before the archives do not repeat it. Use WebDataset's own stages there."
             )
-        if not self._is_direct:
+        if not run.entered:
             self._want()
         for count, item, places in known:
             yield from places
@@ -748,15 +737,14 @@ class _Shards:
 
     def read(self, places: Iterator[Any]) -> Iterator[Any]:
         """Yield the samples at places. A stage."""
-        run, entered = self._run, self._run.entered
-        run.entered = entered if self._is_direct else 0
-        for place in islice(places, run.entered):
-            if type(place) is int:
-                self._left[place >> _BITS] -= 1
-        if run.entered:
+        run = self._run
+        if run.entered:  # in a state
+            for place in islice(places, run.entered):
+                if type(place) is int:
+                    self._left[place >> _BITS] -= 1
             self._want()
-        if run.ended == "samples" and run.entered >= entered:
-            return
+            if run.ended == "samples":
+                return
         for place in places:
             run.entered += 1
             try:
@@ -768,7 +756,7 @@ class _Shards:
                     return
                 continue
             yield sample
-            if run.ended == "samples" and run.entered >= entered:
+            if run.ended == "samples":
                 return
         self._count()
 

@@ -432,11 +432,18 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if self._tracked is own and not sys.is_finalizing():
                 self._ended = self.epoch
 
-    def _begin_iteration(self) -> tuple[int, bool]:
-        """Return the epoch of the next iteration, and whether it continues a state.
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            return self._iterate(*self._begin_run())  # now, as it changes `state_dict`
+        except ConfigError as exn:  # of `next`, because here it would end a persistent worker
+            return map(wds.reraise, [exn])
+
+    def _begin_run(self) -> tuple[Any, ...]:
+        """Begin an iteration; return the arguments of `_iterate`.
 
         The workers of a loader read the same epoch: that of the first which begins it.
         """
+        plan, worker = self._plan(), pytorch_worker_info()[2]
         info, name = get_worker_info(), f"{_loader()}-{self._turns}"
         self._turns += 1
         with self._shared().locked() as shared:
@@ -456,18 +463,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 shared["epoch"] += 1
                 shared["is_read"] = info is not None
             _, epoch, is_continued = begun[0]
-        return epoch, (is_continued or self._load < 0) and self._loaded.get("epoch") == epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            return self._iterate(*self._begin_run())  # now, as it changes `state_dict`
-        except ConfigError as exn:  # of `next`, because here it would end a persistent worker
-            return map(wds.reraise, [exn])
-
-    def _begin_run(self) -> tuple[Any, ...]:
-        """Begin an iteration; return the arguments of `_iterate`."""
-        plan, worker = self._plan(), pytorch_worker_info()[2]
-        epoch, is_continued = self._begin_iteration()
+        is_continued = (is_continued or self._load < 0) and self._loaded.get("epoch") == epoch
         run = _Run(epoch)
         for state in _workers_of(self._loaded) if is_continued else ():
             if state["given"] or state["passes"] or state["entered"]:

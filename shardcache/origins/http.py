@@ -15,7 +15,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
-from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.faults import os_error
 from shardcache.origins.base import (
     Checksum,
@@ -230,7 +230,7 @@ def stat(request: Callable[[], Response], first: Callable[[], Response]) -> Obje
     try:
         response = request()
         info = object_info(response, response.length)
-    except (AccessDeniedError, ConfigError):
+    except (AccessDeniedError, ConfigError, ShardNotFoundError):
         response = first()
         info = response.info
     response.close()

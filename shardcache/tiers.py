@@ -129,8 +129,8 @@ class Tier:
         layout, session = self.store.layout, self._session
         try:
             status = self.config.dir.stat()
-            for path in (self.config.dir / MANIFEST, *layout.directories):
-                path.lstat()
+            (self.config.dir / MANIFEST).lstat()
+            layout.base.lstat()  # the directories in it are made when they are needed
         except (FileNotFoundError, NotADirectoryError):
             return None
         # Another process may have made the directories again, but not the session of this one.

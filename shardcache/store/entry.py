@@ -432,7 +432,7 @@ class Store:
             modes.new_directory(staging)
             os.link(other.path, staging / basename)
             files.write_new(staging / META, metadata.encode(), modes.file)
-            modes.make_directory(entry.parent)
+            modes.make_directory(entry.parent, levels=2)
             staging.rename(entry)
         except os_error() as exn:
             remove_directory(staging, basename)

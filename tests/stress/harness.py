@@ -163,6 +163,8 @@ class Shared(Origin):
                 status = 0
             except SystemExit as exn:
                 status = exn.code
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         return pid

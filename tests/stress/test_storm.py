@@ -414,6 +414,7 @@ def test_a_storm_breaks_no_promise(flock, tmp_path):
 
         set_child_subreaper = 36
         ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a worker has its own handler
         storm = Storm(directory, seed, flock == "lying")
         storm.root.parent.mkdir()
         with contextlib.ExitStack() as stack:

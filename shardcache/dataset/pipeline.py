@@ -216,6 +216,20 @@ class _Run:
             number("entered", places), counts, number("check"), ended,
         )  # fmt: skip
 
+    def begin_again(self) -> None:
+        """Return to the start of the pass, whose outputs will be made again."""
+        self.given, self.entered, self.ended = self.before, 0, self.ended and "shards"
+
+    def list_again(self) -> tuple[list[str], int]:
+        """Return the counts of the shards and their checksum, and forget them."""
+        counts, check, self.counts, self.check = self.counts.split(), self.check, "", 0
+        return counts, check
+
+    def enter(self, url: str, count: str) -> None:
+        """Note a shard and its count of samples."""
+        self.counts += f" {count}"
+        self.check = crc32(os.fsencode(url), self.check)
+
 
 class _Record:
     """The values that a process shares with the workers of its loaders, as JSON in memory.
@@ -480,8 +494,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
         # Of a pass that continues, no output may be left.
         given, is_empty = run.given, not run.given
-        if not is_direct:  # this pass makes its outputs again
-            run.given, run.entered, run.ended = run.before, 0, run.ended and "shards"
+        if not is_direct:
+            run.begin_again()
         while run.passes < self.repetitions and run.given < most:
             for output in self._pass(run, opener, read):
                 is_empty = False
@@ -650,7 +664,7 @@ class _Shards:
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
         items, run = iter(data), self._run
-        counts, check, run.counts, run.check = run.counts.split(), run.check, "", 0
+        counts, check = run.list_again()
         pairs = zip(counts, items, strict=False)
         known = [(count, item, self._enter(_url(item), count)) for count, item in pairs]
         if run.check != check or len(known) < len(counts):
@@ -693,8 +707,7 @@ class _Shards:
         self._urls.append(url)
         self._counts.append(places)
         self._left.append(places)
-        self._run.counts += f" {count}"
-        self._run.check = crc32(os.fsencode(shown or shown_url(url)), self._run.check)
+        self._run.enter(shown or shown_url(url), count)
         if opened is not None and places:
             self._keep(number, opened)
             self._warn_of_room(opened)

@@ -252,7 +252,7 @@ def _imported_elsewhere() -> list[str]:
 def _forget_imports() -> None:
     """In a forked child, forget what threads of the parent were importing, to import it again.
 
-    A thread may have begun an import after `_before_fork`, while other hooks ran.
+    Another thread may begin an import between `_before_fork` and the fork.
     """
     for name in _imported_elsewhere():
         del _module_locks[name]

@@ -492,7 +492,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def _iterate(self, run: _Run, opener: int, read: int, is_direct: bool) -> Iterator[Any]:
         """Yield the outputs of an epoch behind the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
-        # Of a pass that continues, no output may be left.
+        # A pass that continues may have no output left.
         given, is_empty = run.given, not run.given
         if not is_direct:
             run.begin_again()

@@ -1,4 +1,4 @@
-"""What storms, soaks and crashes share: an origin in its own process, a cache, and violations."""
+"""Storms, soaks and crashes share an origin in a process of its own, a cache, and violations."""
 
 import contextlib
 import ctypes

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from operator import itemgetter
@@ -39,7 +39,7 @@ from shardcache.urls import COMPLETE, ShardURL
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
-    from shardcache.prewarm import Event, PrewarmReport
+    from shardcache.prewarm import Event, PrewarmReport, Share
     from shardcache.stats.summary import Stats
     from shardcache.store.verify import Finding, VerifyStatus
 
@@ -60,7 +60,7 @@ _FIXED = re.compile(r"/|(?!pipe:|file:|shardcache:)[a-z0-9]+://")
 
 
 class PrewarmOptions(TypedDict, total=False):
-    """The options of `prewarm.prewarm` that `Cache.prewarm` passes on, for type checkers."""
+    """The options of `Cache.prewarm` and `prewarm.prewarm`, for type checkers."""
 
     jobs: int
     check: bool
@@ -72,6 +72,8 @@ class PrewarmOptions(TypedDict, total=False):
     limit_rate: int | str | None
     refresh: bool
     processes: int | None
+    share: Share | None
+    sources: Mapping[str, Path]
     on_event: Callable[[Event], None] | None
     stop: threading.Event | None
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import inspect
 import os
 import re
 import socket
@@ -12,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError, ShardNotFoundError
-from shardcache.cache import PrewarmOptions
 from shardcache.layout import Layout
-from shardcache.prewarm import prewarm
 from shardcache.process import ProcessCache
 from tests.support.caches import read
 from tests.support.fakes import Fault
@@ -151,15 +148,6 @@ def test_a_child_forked_during_a_download_holds_no_lock(make_cache, origin):
     gate.set()
     thread.join()
     assert URL in cache
-
-
-def test_type_checkers_know_the_options_of_a_prewarm():
-    known = inspect.signature(prewarm).parameters.values()
-    named = [one.name for one in known if one.kind is one.KEYWORD_ONLY]
-    # `Cache.prewarm` has no use for the two others.
-    assert list(PrewarmOptions.__annotations__) == [
-        n for n in named if n not in ("share", "sources")
-    ]
 
 
 def test_the_defaults_of_a_cache(tmp_path, caplog, monkeypatch):

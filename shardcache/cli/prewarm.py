@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -35,7 +36,6 @@ from shardcache.prewarm.results import (
     Finished,
     Outcome,
     Planned,
-    PrewarmPlan,
     PrewarmReport,
     Started,
     Stopped,
@@ -273,7 +273,8 @@ def _prewarm_ray(
         ended, nodes = latest[-1]
         return {"": Position(f"{ended:,}/{nodes:,} nodes done" if nodes else "waiting for Ray")}
 
-    with display(console, positions):
+    # A thread of Ray prints the death of a node to stdout.
+    with redirect_stdout(io.StringIO()), display(console, positions):
         nodes = prewarm_nodes(
             specs,
             settings={**settings, "max_size": max_size and str(max_size)},
@@ -287,27 +288,26 @@ def _prewarm_ray(
     shards, records = list[Any](), dict[str, Any]()
     failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
+        report, error, code = node.report, node.error, _exit_code(node.report, options)
+        found = list(_failures(console, report, check=options["check"]))
         word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
-        if node.error is not None or node.interrupted:
-            console.info(f"{node.name}  {word}")
-        else:
-            console.info(f"{node.name}  {node.report.plan}")
-            if not only_plans:
-                console.info(f"{node.name}  {node.report}")
-        for kind, line in _failures(console, node.report, check=options["check"]):
-            failures[kind, line].append(node.name)
-        code = _exit_code(node.report, options)
-        if node.error is not None:
-            failures[word, reason(node.error)].append(node.name)
-            code = cli.code_of(node.error)
+        lines: list[object] = [report.plan] if only_plans else [report.plan, report]
+        if error is not None or node.interrupted:
+            lines = [word]
+        if error is not None:
+            found.append((word, reason(error)))
+            code = cli.code_of(error)
             code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
-        record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": node.error}
-        record["interrupted"] = node.interrupted
-        records[node.name] = {**fields_of(node.report), **record}
-        shards += [{"node": node.name, **fields_of(result)} for result in node.report.results]
+        for line in lines:
+            console.info(f"{node.name}  {line}")
+        for failure in found:
+            failures[failure].append(node.name)
+        record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": error}
+        records[node.name] = {**fields_of(report), **record, "interrupted": node.interrupted}
+        shards += [{"node": node.name, **fields_of(result)} for result in report.results]
     seconds, received = time.monotonic() - began, sum(node.report.received for node in nodes)
     codes = [record["exit_code"] for record in records.values()]
-    done = f"{sum(not code for code in codes):,} of {counted(len(nodes), 'node')}"
+    done = f"{codes.count(0):,} of {counted(len(nodes), 'node')}"
     speed = f"{format_duration(seconds)}, {format_rate(received / seconds)}"
     console.info(f"{'Ok on' if only_plans else 'Warmed'} {done} in {speed}.")
     summary = {"seconds": round(seconds, 6), "received_bytes": received, "nodes": records}
@@ -347,10 +347,9 @@ class PrewarmProgress(ExitStack):
     ) -> None:
         super().__init__()
         self._on_event, self._console = on_event, console or Console()
-        self._plan = PrewarmPlan((), {}, {}, 0, 0, 0)
         self._prefix = 0  # length of the directory that the URLs of all shards to download share
         self._active: dict[str, Started] = {}
-        self._sizes: dict[str, int] = {}  # known sizes of the shards to download
+        self._left: dict[str, int | None] = {}  # shards to download, and their sizes if known
         self._done = self._bytes = self._failed = 0
 
     def __call__(self, event: Event) -> None:
@@ -359,10 +358,10 @@ class PrewarmProgress(ExitStack):
             self._on_event(event)
         match event:
             case Planned(plan):
-                self._plan = plan
-                prefix = os.path.commonprefix([*map(str, plan.to_fetch)])  # noqa: RUF071 - URLs
+                prefix = os.path.commonprefix([result.url for result in plan.to_fetch])  # noqa: RUF071 - URLs
                 self._prefix = prefix.rfind("/") + 1
-                self._sizes = {k: size for k, size in plan.sizes.items() if k not in plan.left_out}
+                known = plan.results.items()
+                self._left = {k: r.size for k, r in known if r.outcome is Outcome.MISSING}
                 if plan.to_fetch:
                     self.enter_context(display(self._console, self.positions))
             case Started(shard, _):
@@ -370,25 +369,23 @@ class PrewarmProgress(ExitStack):
             case Finished(shard, result):
                 # Remove the shard first, so that `positions` never counts its bytes twice.
                 self._active.pop(shard.key, None)
-                was_cached = shard.key in self._plan.cached and result.outcome is Outcome.CACHED
-                if not (was_cached or result.outcome is Outcome.NOT_STARTED):
+                if result.outcome not in (Outcome.CACHED, Outcome.NOT_STARTED):
+                    self._left.pop(shard.key, None)
                     self._done += 1
                     self._failed += result.outcome is Outcome.FAILED
                     # Count failed shards, too: the estimated time is for the remaining shards.
                     self._bytes += result.size or 0
-                    self._sizes.setdefault(shard.key, result.size or 0)
 
     def positions(self) -> Positions:
         """Return the progress of the prewarm and of its running downloads."""
-        active = list(self._active.values())
-        shards = max(len(self._plan.to_fetch) - len(self._plan.left_out), self._done)
+        active, sizes = list(self._active.values()), list(self._left.values())
         written = self._bytes + sum(started.progress().written for started in active)
-        total = (sum(self._sizes.values()) or None) if len(self._sizes) >= shards else None
-        text = f"{self._done:,}/{shards:,} shards, "
+        total = None if None in sizes else self._bytes + sum(size or 0 for size in sizes)
+        text = f"{self._done:,}/{self._done + len(sizes):,} shards, "
         text += f"{self._failed:,} failed, " if self._failed else ""
         text += format_bytes(written)
-        text += f" of {format_bytes(total)}" if total is not None else ""
-        positions = {"": Position(text, written, total)}
+        text += f" of {format_bytes(total)}" if total else ""
+        positions = {"": Position(text, written, total or None)}
         for shard, read_progress in active[:_RUNNING]:
             progress = read_progress()
             text = printable(str(shard)[self._prefix :])

@@ -3,7 +3,7 @@
 `plan` compares shards with the cache, `run` downloads, and `results` has what they report.
 """
 
-from shardcache.prewarm.plan import expand
+from shardcache.prewarm.plan import Share, expand
 from shardcache.prewarm.results import (
     Event,
     Finished,
@@ -25,6 +25,7 @@ __all__ = [
     "PrewarmPlan",
     "PrewarmReport",
     "ShardResult",
+    "Share",
     "Started",
     "Stopped",
     "expand",

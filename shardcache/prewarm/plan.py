@@ -18,12 +18,13 @@ from shardcache import clock
 from shardcache.cache import default_cache
 from shardcache.download.download import Progress
 from shardcache.download.worker import evict_outdated, unlike
-from shardcache.errors import ConfigError, ShardCacheError
+from shardcache.errors import ConfigError, FetchCancelledError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import os_error
 from shardcache.files import open_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, is_pattern, refuse_local, spec_list
-from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started
+from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started, is_full
+from shardcache.process import ProcessCache
 from shardcache.ranks import whole_number
 from shardcache.space.eviction import Evict, Limits, total_bytes
 from shardcache.space.memory import Volume
@@ -36,9 +37,9 @@ from shardcache.tiers import Tier
 from shardcache.urls import ShardURL, parse_listed
 
 if TYPE_CHECKING:
-    from shardcache.cache import Cache
+    from shardcache.cache import Cache, PrewarmOptions
 
-#: HEAD requests in flight at once during a refresh. Each takes one round trip and has no body.
+#: HEAD requests in flight at once before a plan. Each takes one round trip and has no body.
 _REQUESTS = 16
 #: Environment variables with the number of this node and the number of nodes, of Slurm's steps and
 #: allocations, and of torchrun, which starts one group of workers per node.
@@ -134,46 +135,38 @@ def wanted_shards(
     return tuple(by_key.values())
 
 
-def make_plan(
-    cache: Cache,
-    shards: tuple[ShardURL, ...],
-    listing: Listing,
-    *,
-    best_effort: bool = False,
-    list_sizes: bool = True,
-    refresh: bool = False,
-    sources: Mapping[str, Path] | None = None,
-) -> PrewarmPlan:
-    """Compare the wanted shards, each once, with the cache, and return what to download.
+def outcome_of(error: Exception, options: PrewarmOptions) -> Outcome:
+    """Return the outcome of a shard that an error keeps out of the cache."""
+    if isinstance(error, FetchCancelledError):
+        return Outcome.NOT_STARTED
+    if options.get("best_effort") and is_full(error):
+        return Outcome.LEFT_OUT
+    is_skipped = options.get("skip_missing") and isinstance(error, ShardNotFoundError)
+    return Outcome.SKIPPED if is_skipped else Outcome.FAILED
 
-    With ``best_effort``, the last of the shards that do not fit are left out. With ``list_sizes``,
-    the origins state the sizes of the missing shards, and with ``refresh``, newer versions. With
-    ``sources``, these files are compared with the shards.
-    """
+
+def make_plan(
+    cache: Cache, shards: tuple[ShardURL, ...], listing: Listing, options: PrewarmOptions
+) -> PrewarmPlan:
+    """Compare the wanted shards, each once, with the cache, and return what to download."""
+    refresh, best_effort = options.get("refresh"), options.get("best_effort")
+    sources = (options.get("sources") if options.get("dry_run") else None) or {}
     wanted = {shard.key for shard in shards}
     entries = list(cache.entries())
-    cached = {entry.key: entry for entry in entries if entry.key in wanted}
-    outdated: dict[str, frozenset[str]] = {}
-    unconfirmed: dict[str, Exception] = {}
-    if refresh:
-        known = [shard for shard in shards if shard.key in cached]
-        with ThreadPoolExecutor(_REQUESTS, "shardcache-refresh") as pool:
-            lists = list(pool.map(partial(_outdated_versions, cache), known))
-        for shard, versions in zip(known, lists, strict=True):
-            if isinstance(versions, Exception):
-                unconfirmed[shard.key] = versions
-            elif versions:
-                outdated[shard.key] = versions
-        current = (e for e in entries if e.version not in outdated.get(e.key, ()))
-        cached = {entry.key: entry for entry in current if entry.key in wanted}
-    if sources:
-        compare = partial(_refusal, cache, sources)
-        with ThreadPoolExecutor(_REQUESTS, "shardcache-compare") as pool:
-            errors = zip(shards, pool.map(compare, shards), strict=True)
-            unconfirmed = {shard.key: error for shard, error in errors if error is not None}
-    missing = [s for s in shards if s.key not in cached and s.key not in unconfirmed]
-    sizes: Mapping[str, int] = listing.sizes(missing) if missing and list_sizes else {}
+    stored = {entry.key for entry in entries}
     process = cache.process
+    compared = [shard for shard in shards if sources or (refresh and shard.key in stored)]
+    if refresh and compared:
+        process.prepare()
+    with ThreadPoolExecutor(_REQUESTS, "shardcache-compare") as pool:
+        found = list(pool.map(partial(_compare, process, sources), compared))
+    pairs = [(shard.key, result) for shard, result in zip(compared, found, strict=True)]
+    errors = {key: result for key, result in pairs if isinstance(result, Exception)}
+    outdated = {key: old for key, old in pairs if old and not isinstance(old, Exception)}
+    current = (e for e in entries if e.key in wanted and e.version not in outdated.get(e.key, ()))
+    cached = {entry.key: entry for entry in current}
+    missing = [s for s in shards if s.key not in cached and s.key not in errors]
+    sizes: Mapping[str, int] = {} if options.get("check") or not missing else listing.sizes(missing)
     allocated = process.home.space.allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = sum(on_disk.values())
@@ -194,15 +187,19 @@ def make_plan(
         victims = tier.space.policy if tier is process.home else Evict.UNUSED
         planned = tier.space.plan(unwanted, Limits(free_needed=lacking - min(0, room)), victims)
         evict, lacking = evict + planned.freed, min(lacking, planned.missing)
-    left_out = set()
-    left = needed - lacking
-    for shard in missing if best_effort else ():
-        if (size := on_disk.get(shard.key, 0)) <= left:
-            left -= size
-        else:
-            left_out.add(shard.key)
-    space = free, evict, lacking, frozenset(left_out)
-    return PrewarmPlan(shards, cached, sizes, *space, outdated, unconfirmed, needed, resumable)
+    results, left = dict[str, ShardResult](), needed - lacking
+    for shard in shards:
+        key, error = shard.key, errors.get(shard.key)
+        size = cached[key].size if key in cached else sizes.get(key)
+        outcome = Outcome.CACHED if key in cached else Outcome.MISSING
+        if error is not None:
+            outcome = outcome_of(error, options)
+        elif best_effort and on_disk.get(key, 0) > left:
+            outcome = Outcome.LEFT_OUT
+        left -= on_disk.get(key, 0) if outcome is Outcome.MISSING else 0
+        results[key] = ShardResult(str(shard), outcome, size, error=error)
+    space = free, evict, lacking, needed, resumable
+    return PrewarmPlan(shards, results, cached, outdated, *space)
 
 
 def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[Started | Finished]:
@@ -220,25 +217,36 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
             store = process.tier_of(entry.directory).store
             store.touch(entry.directory, now)
             evict_outdated(directories, shard.key, plan.outdated.get(shard.key, frozenset()))
-            if shard.key not in plan.unconfirmed and store.is_intact(entry, shard.basename):
+            result = plan.results[shard.key]
+            if result.outcome is Outcome.CACHED and store.is_intact(entry, shard.basename):
                 yield Started(shard, Progress)
-                yield Finished(shard, ShardResult(str(shard), Outcome.CACHED, entry.size))
+                yield Finished(shard, result)
 
 
-def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Exception:
-    """Return the outdated versions of a cached shard, or the error of its origin.
+def _compare(
+    process: ProcessCache, sources: Mapping[str, Path], shard: ShardURL
+) -> frozenset[str] | Exception:
+    """Return the outdated versions of a shard, or why it or its file cannot be used."""
+    try:
+        if not sources:
+            return _outdated_versions(process, shard)
+        source, info = sources[shard.key], _latest(process, shard)
+        with open_file(source) as file:
+            is_object = identify(file.fileno(), info)
+            return frozenset() if is_object else unlike(shard, source, info)
+    except (ShardCacheError, os_error()) as exn:
+        return exn
+
+
+def _outdated_versions(process: ProcessCache, shard: ShardURL) -> frozenset[str]:
+    """Return the outdated versions of a cached shard.
 
     If another rank or job has the current one, its versions do not count.
     """
-    process = cache.process
-    process.prepare()
     entries = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
     if not entries or shard.scheme == "pipe" or shard.version_id:  # cannot be outdated
         return frozenset()
-    try:
-        latest = _latest(cache, shard)
-    except (ShardCacheError, os_error()) as exn:
-        return exn
+    latest = _latest(process, shard)
     try:
         old = [entry for entry in entries if not same_version(entry.metadata().info, latest)]
     except (ValueError, DamagedError, FileNotFoundError):
@@ -251,23 +259,9 @@ def _outdated_versions(cache: Cache, shard: ShardURL) -> frozenset[str] | Except
     return frozenset(entry.version for entry in old)
 
 
-def _latest(cache: Cache, shard: ShardURL) -> ObjectInfo:
-    process = cache.process
+def _latest(process: ProcessCache, shard: ShardURL) -> ObjectInfo:
     origin, retries = process.origins.of(shard), process.resources.policy.started(str(shard))
     return retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
-
-
-def _refusal(
-    cache: Cache, sources: Mapping[str, Path], shard: ShardURL
-) -> ShardCacheError | OSError | None:
-    """Return the error of importing a file as a shard, or None if the file is the object."""
-    source = sources[shard.key]
-    try:
-        info = _latest(cache, shard)
-        with open_file(source) as file:
-            return None if identify(file.fileno(), info) else unlike(shard, source, info)
-    except (ShardCacheError, os_error()) as exn:
-        return exn
 
 
 def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:

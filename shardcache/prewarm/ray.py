@@ -6,30 +6,25 @@ start`` ran there. If a node fails or dies, its report says so, and the other no
 
 from __future__ import annotations
 
-import inspect
-import io
 import ipaddress
 import logging
-import math
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache import clock
 from shardcache import config as configuration
 from shardcache.cache import Cache
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.listing import expand_braces
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.results import PrewarmPlan, PrewarmReport, portable
-from shardcache.prewarm.run import JOBS, prewarm
+from shardcache.prewarm.run import JOBS, check_options, prewarm
 
 #: Seconds between two checks in the calling process.
 _TICK = 0.2
@@ -39,7 +34,7 @@ _CANCEL_TIMEOUT = 20.0
 #: Seconds to test whether an address accepts connections; Ray itself would try for minutes.
 _CONNECT_SECONDS = 10.0
 #: The report of a node whose prewarm did not end.
-_EMPTY = PrewarmReport(PrewarmPlan((), {}, {}, 0, 0, 0), (), 0.0)
+_EMPTY = PrewarmReport(PrewarmPlan((), {}), (), 0.0)
 
 
 class NodeLostError(ShardCacheError):
@@ -100,7 +95,7 @@ def prewarm_nodes(
         KeyboardInterrupt: raised after the tasks were cancelled.
     """
     # Here, because a node's task would only report an unknown argument.
-    inspect.signature(prewarm).bind(None, urls, share=None, on_event=None, stop=stop, **options)
+    check_options(options)
     specs = [urls] if isinstance(urls, str) else list(urls)
     # Here, so that a mistake is reported once, not by every node.
     expanded = list(dict.fromkeys(url for spec in specs for url in expand_braces(spec)))
@@ -108,46 +103,42 @@ def prewarm_nodes(
         specs = expanded  # the nodes may lack these variables
     file = None if config_file is None else configuration.absolute(config_file)
     arguments = specs, dict(settings or {}), file, options
-    stop, out = stop or threading.Event(), sys.stdout
+    stop, reports = stop or threading.Event(), dict[Any, NodeReport]()  # by task
     with _connected() as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # The task claims no processor, so that it also runs on a busy cluster.
         task = ray.remote(num_cpus=0, max_retries=0)(_prewarm_here)
-        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_sort_key)
-        names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in alive]
-        reports, tasks = list[NodeReport](), dict[Any, NodeReport]()
-        for number, (node, name) in enumerate(zip(alive, names, strict=True)):
+        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_sort_key)
+        names = [str(node.get("NodeName") or node["NodeManagerAddress"]) for node in nodes]
+        for number, (node, name) in enumerate(zip(nodes, names, strict=True)):
             unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:8]}"
-            share = None if ranks_per_node is None else Share(number, len(alive), ranks_per_node)
+            report = NodeReport(unique, number, interrupted=True)  # until the task ends
+            share = None if ranks_per_node is None else Share(number, len(nodes), ranks_per_node)
             pin = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            running = task.options(scheduling_strategy=pin).remote(*arguments, share)
-            tasks[running] = NodeReport(unique, number)
-        deadline = math.inf  # finite once the tasks are cancelled
+            placed = task.options(scheduling_strategy=pin)
+            reports[placed.remote(report, *arguments, share)] = report
+        running = list(reports)
         try:
-            while tasks and clock.monotonic() < deadline:
-                if stop.is_set() and deadline == math.inf:
-                    deadline = clock.monotonic() + _CANCEL_TIMEOUT
-                    for running in tasks:
-                        ray.cancel(running)
-                ready, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=_TICK)
-                for running in ready:
-                    ended, changes = tasks.pop(running), dict[str, Any]()
+            while running and not stop.is_set():
+                ended, running = ray.wait(running, num_returns=len(running), timeout=_TICK)
+                for each in ended:
                     try:
-                        result = ray.get(running)
-                        changes["report" if isinstance(result, PrewarmReport) else "error"] = result
+                        reports[each] = ray.get(each)
                     except ray.exceptions.RayError as exn:
-                        changes["error"] = _lost(ray, alive[ended.number]["NodeID"], exn)
-                        if deadline < math.inf:
-                            changes = {"interrupted": True}
-                    reports.append(replace(ended, **changes))
-                with redirect_stdout(out):
-                    on_progress(len(reports), len(alive))
+                        report = reports[each]
+                        error = _lost(ray, nodes[report.number]["NodeID"], exn)
+                        reports[each] = replace(report, error=error, interrupted=False)
+                on_progress(len(reports) - len(running), len(reports))
         finally:
-            for running in tasks:  # these did not end in time
-                ray.cancel(running)
-    reports += [replace(report, interrupted=True) for report in tasks.values()]
-    return tuple(sorted(reports, key=lambda report: report.number))
+            for each in running:
+                ray.cancel(each)
+        if running:
+            ended, _ = ray.wait(running, num_returns=len(running), timeout=_CANCEL_TIMEOUT)
+            for each in ended:
+                with suppress(ray.exceptions.RayError):  # it was cancelled
+                    reports[each] = ray.get(each)
+    return tuple(reports.values())
 
 
 def _sort_key(node: Mapping[str, Any]) -> tuple[int, str, str]:
@@ -189,20 +180,19 @@ def _connected() -> Iterator[Any]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
     try:
-        # A thread of Ray prints the death of a node to stdout, where the command may write JSON.
-        with redirect_stdout(io.StringIO()):
-            yield ray
+        yield ray
     finally:
         ray.shutdown()
 
 
 def _prewarm_here(
+    node: NodeReport,
     specs: Sequence[str],
     settings: Mapping[str, Any],
     config_file: Path | None,
     options: Mapping[str, Any],
     share: Share | None,
-) -> PrewarmReport | Exception:
+) -> NodeReport:
     """Prewarm the cache of this node. This is the Ray task; `ray.cancel` interrupts it."""
     try:
         files = None if config_file is None else [config_file]
@@ -210,6 +200,7 @@ def _prewarm_here(
         connections = max(config.connections, options.get("jobs", JOBS))
         config = config.replace(strict=True, connections=connections)
         with Cache.from_config(config) as cache:
-            return prewarm(cache, specs, share=share, **options)
+            report = prewarm(cache, specs, share=share, **options)
+        return replace(node, report=report, interrupted=False)
     except Exception as exn:  # noqa: BLE001 - Ray would wrap it
-        return portable(exn)
+        return replace(node, error=portable(exn), interrupted=False)

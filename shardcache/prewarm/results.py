@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
 from shardcache.download.download import Progress
-from shardcache.errors import ShardCacheError, ShardNotFoundError
+from shardcache.errors import ShardCacheError
 from shardcache.faults import FULL
 from shardcache.store.entry import Entry
 from shardcache.units import counted, format_bytes, format_duration, format_rate
@@ -67,43 +67,44 @@ class ShardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class PrewarmPlan:
-    """Which shards are cached, which have to be downloaded, and how much room the cache has.
+    """What is known of each shard before the downloads, and how much room the cache has.
 
-    Room is counted in bytes on disk. Mappings and sets identify a shard by its key.
+    Room is counted in bytes on disk. Mappings identify a shard by its key.
     """
 
     shards: tuple[ShardURL, ...]  #: all requested shards in order, without duplicates
-    cached: Mapping[str, Entry]
-    sizes: Mapping[str, int]  #: known sizes in bytes of the shards to download
-    free: int  #: free room before evictions
-    evict: int  #: room that evictions will make
-    missing: int  #: further room that the shards of known size would need
-    left_out: frozenset[str] = frozenset()  #: left out by ``best_effort`` because they do not fit
+    #: The results if nothing is downloaded, in the same order. A shard to download is missing, or
+    #: left out; one that could not be compared with its origin has failed, or is skipped.
+    results: Mapping[str, ShardResult]
+    cached: Mapping[str, Entry] = field(default_factory=dict)
     #: With ``refresh``: versions that the origin has replaced. They do not count as cached.
     outdated: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    #: With ``refresh``: the error that prevented asking the origin whether a shard was replaced.
-    unconfirmed: Mapping[str, Exception] = field(default_factory=dict)
+    free: int = 0  #: free room before evictions
+    evict: int = 0  #: room that evictions will make
+    missing: int = 0  #: further room that the shards of known size would need
     needed: int = 0  #: room that the downloads of known size will take
     resumable: int = 0  #: bytes of these shards that interrupted downloads left on disk
 
     def __repr__(self) -> str:
         """Return ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB); ...``."""
-        total, fetch, unknown = self.cached_bytes + self.fetch_bytes, self.to_fetch, self.unknown
+        number = self.as_dict()
+        fetch, unknown, left_out = number["to_fetch"], number["unknown_sizes"], number["left_out"]
+        total = number["cached_bytes"] + number["to_fetch_bytes"]
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
         text = f"Need {counted(len(self.shards), 'shard')}{size}: {len(self.cached):,} cached"
         if not fetch:
             return f"{text}, nothing to fetch"
         need = format_bytes(self.fetch_bytes)
         if unknown:
-            is_all = unknown == len(fetch)
+            is_all = unknown == fetch
             need = "sizes unknown" if is_all else f"{need} and {unknown:,} of unknown size"
         if self.resumable:
             need += f", {format_bytes(self.resumable)} of it on disk"
         if self.outdated:
             need += f", {len(self.outdated):,} replaced at the origin"
-        text += f", {len(fetch):,} to fetch ({need}); free {format_bytes(self.free)}"
-        if self.left_out:
-            return f"{text}  {len(self.left_out):,} do not fit and are left out"
+        text += f", {fetch:,} to fetch ({need}); free {format_bytes(self.free)}"
+        if left_out:
+            return f"{text}  {left_out:,} do not fit and are left out"
         if self.missing:
             text += f", {format_bytes(self.needed)} needed on disk"
             return f"{text}  does not fit: {format_bytes(self.missing)} over the limit"
@@ -117,62 +118,29 @@ class PrewarmPlan:
         return {
             "shards": len(self.shards),
             "cached": len(self.cached),
-            "cached_bytes": self.cached_bytes,
+            "cached_bytes": sum(entry.size for entry in self.cached.values()),
             "to_fetch": len(self.to_fetch),
             "to_fetch_bytes": self.fetch_bytes,
-            "unknown_sizes": self.unknown,
+            "unknown_sizes": sum(result.size is None for result in self.to_fetch),
             "free_bytes": self.free,
             "evict_bytes": self.evict,
             "needed_bytes": self.needed,
             "resumable_bytes": self.resumable,
             "missing_bytes": self.missing,
-            "left_out": len(self.left_out),
+            "left_out": sum(result.outcome is Outcome.LEFT_OUT for result in self.to_fetch),
             "outdated": len(self.outdated),
         }
 
     @property
-    def to_fetch(self) -> tuple[ShardURL, ...]:
-        """The shards that are not cached, without those that are known to fail."""
-        known = self.cached.keys() | self.unconfirmed.keys()
-        return tuple(shard for shard in self.shards if shard.key not in known)
+    def to_fetch(self) -> list[ShardResult]:
+        """The shards to download, also those that are left out because they do not fit."""
+        kinds = Outcome.MISSING, Outcome.LEFT_OUT
+        return [result for result in self.results.values() if result.outcome in kinds]
 
     @property
     def fetch_bytes(self) -> int:
         """Total of the known sizes of the shards to download, in bytes."""
-        return sum(self.sizes.values())
-
-    @property
-    def cached_bytes(self) -> int:
-        """Total size of the cached shards in bytes."""
-        return sum(entry.size for entry in self.cached.values())
-
-    @property
-    def unknown(self) -> int:
-        """Number of shards to download whose size is unknown."""
-        return len(self.to_fetch) - len(self.sizes)
-
-    def size_of(self, shard: ShardURL) -> int | None:
-        """Return the size of a shard in bytes, or None if it is unknown."""
-        entry = self.cached.get(shard.key)
-        return entry.size if entry is not None else self.sizes.get(shard.key)
-
-    def results(
-        self, found: Mapping[str, ShardResult], otherwise: Outcome, *, skip_missing: bool
-    ) -> tuple[ShardResult, ...]:
-        """Return the results of all shards, from ``found`` (by key) or derived from this plan.
-
-        Shards whose outcome neither of them states get the outcome ``otherwise``.
-        """
-
-        def planned(shard: ShardURL) -> ShardResult:
-            outcome = Outcome.CACHED if shard.key in self.cached else otherwise
-            outcome = Outcome.LEFT_OUT if shard.key in self.left_out else outcome
-            if error := self.unconfirmed.get(shard.key):
-                is_skipped = skip_missing and isinstance(error, ShardNotFoundError)
-                outcome = Outcome.SKIPPED if is_skipped else Outcome.FAILED
-            return ShardResult(str(shard), outcome, self.size_of(shard), error=error)
-
-        return tuple(found.get(shard.key) or planned(shard) for shard in self.shards)
+        return sum(result.size or 0 for result in self.to_fetch)
 
 
 class _Count:
@@ -212,7 +180,7 @@ class PrewarmReport:
         shards = counted(to_warm or self.cached, "shard")
         if not to_warm:
             every = "All " if self.cached > 1 else ""
-            return f"{every}{shards} cached ({format_bytes(self.plan.cached_bytes)})."
+            return f"{every}{shards} cached ({format_bytes(self.plan.as_dict()['cached_bytes'])})."
         size, received = format_bytes(self.bytes), format_bytes(self.received)
         size += f", {received} received" if received != size else ""  # the rate is that of these
         text = f"Warmed {self.count(*_ADDED):,} of {shards} ({size})"

@@ -20,26 +20,23 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from shardcache import clock, threads
+from shardcache.cache import PrewarmOptions
 from shardcache.download.connections import NODE, Throttle, parse_rate
 from shardcache.download.download import Download, Progress
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
     ConfigError,
-    FetchCancelledError,
     ShardCacheError,
-    ShardNotFoundError,
     TransferError,
 )
 from shardcache.faults import ignoring, is_local_error, os_error
-from shardcache.layout import Layout
 from shardcache.origins.listing import Listing, spec_list
-from shardcache.prewarm.plan import Share, confirm, make_plan, wanted_shards
+from shardcache.prewarm.plan import confirm, make_plan, outcome_of, wanted_shards
 from shardcache.prewarm.results import (
     Event,
     Finished,
@@ -53,7 +50,7 @@ from shardcache.prewarm.results import (
     is_full,
 )
 from shardcache.store.digest import BLOCK
-from shardcache.store.root import make_root, unusable
+from shardcache.store.root import is_read_only, make_root, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, server_of
 
@@ -61,7 +58,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from shardcache.cache import Cache
+    from shardcache.cache import Cache, Specs
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -95,25 +92,7 @@ def most_processes(cache: Cache) -> int:
     return min(connections // _CONNECTIONS, len(os.sched_getaffinity(0)))
 
 
-def prewarm(
-    cache: Cache,
-    urls: str | ShardURL | Iterable[str | ShardURL],
-    *,
-    share: Share | None = None,
-    jobs: int = JOBS,
-    check: bool = False,
-    dry_run: bool = False,
-    deadline: float | None = None,
-    max_failures: int | None = None,
-    best_effort: bool = False,
-    skip_missing: bool = False,
-    limit_rate: int | str | None = None,
-    refresh: bool = False,
-    processes: int | None = None,
-    sources: Mapping[str, Path] | None = None,
-    on_event: Callable[[Event], None] | None = None,
-    stop: threading.Event | None = None,
-) -> PrewarmReport:
+def prewarm(cache: Cache, urls: Specs, **options: Unpack[PrewarmOptions]) -> PrewarmReport:
     """Download shards into the cache before they are needed.
 
     Args:
@@ -121,7 +100,7 @@ def prewarm(
         urls: one shard specification or several (URLs, ``{braces}``, globs and prefixes; see
             `expand`), or results of `Cache.parse`, which are not expanded.
         share: the share of one node; shards that its ranks do not read are not downloaded.
-        jobs: how many shards to download at the same time.
+        jobs: how many shards to download at the same time (default: 32).
         check: download nothing; only report which shards are cached.
         dry_run: download nothing; only report the plan.
         deadline: seconds after which no shard is started and running downloads are cancelled.
@@ -151,10 +130,8 @@ def prewarm(
         OSError: the directory cannot be read or created.
         KeyboardInterrupt: raised after the downloads have ended.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
-    rate = None if limit_rate is None else parse_rate(limit_rate)
-    start = clock.monotonic()
+    check_options(options)
+    start, on_event = clock.monotonic(), options.get("on_event")
 
     def report(events: Iterable[Event]) -> None:
         for event in events:
@@ -162,24 +139,15 @@ def prewarm(
                 on_event(event)
 
     listing = Listing(cache.config)
-    shards = wanted_shards(cache, spec_list(urls), listing, share)
-    only_plans = check or dry_run
+    shards = wanted_shards(cache, spec_list(urls), listing, options.get("share"))
+    only_plans = options.get("check") or options.get("dry_run")
     if not only_plans:
         _make_directory(cache)
-    plan = make_plan(
-        cache,
-        shards,
-        listing,
-        best_effort=best_effort,
-        list_sizes=not check,
-        refresh=refresh,
-        sources=sources if dry_run else None,
-    )
+    plan = make_plan(cache, shards, listing, options)
     if only_plans:
         report([Planned(plan)])
-        results = plan.results({}, Outcome.MISSING, skip_missing=skip_missing)
-        return PrewarmReport(plan, results, clock.monotonic() - start)
-    if plan.missing and not best_effort:
+        return PrewarmReport(plan, tuple(plan.results.values()), clock.monotonic() - start)
+    if plan.missing and not options.get("best_effort"):
         report([Planned(plan)])
         raise CacheFullError(
             f"the shards to download need {format_bytes(plan.needed)} of disk, "
@@ -189,33 +157,49 @@ def prewarm(
             needed=plan.needed,
             missing=plan.missing,
         )
-    stop = stop or threading.Event()
+    stop = options.get("stop") or threading.Event()
     events = list(confirm(cache, plan, stop))
-    if sources:
+    if options.get("sources"):
         events.clear()  # files are compared with cached shards, too
     known = {event.shard.key: event.result for event in events if isinstance(event, Finished)}
+    deadline = options.get("deadline")
     end = math.inf if deadline is None else start + deadline
-    limits = best_effort, max_failures, skip_missing, rate, end
-    pool = Pool(cache, plan, stop, jobs, *limits, results=known, sources=sources or {})
+    pool = Pool(cache, plan, options, stop, end, known)
     with contextlib.closing(pool):
-        pool.fork(processes)  # before `report`, which may start a thread
+        pool.fork()  # before `report`, which may start a thread
         report([Planned(plan), *events])
         pool.run(report)
-    full = best_effort and pool.stopped is Stopped.FULL
+    full = options.get("best_effort") and pool.stopped is Stopped.FULL
     otherwise = Outcome.LEFT_OUT if full else Outcome.NOT_STARTED
-    results = plan.results(pool.results, otherwise, skip_missing=skip_missing)
-    return PrewarmReport(plan, results, clock.monotonic() - start, pool.stopped)
+    results = [
+        result._replace(outcome=otherwise) if result.outcome is Outcome.MISSING else result
+        for result in {**plan.results, **pool.results}.values()
+    ]
+    return PrewarmReport(plan, tuple(results), clock.monotonic() - start, pool.stopped)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError if `prewarm` has no such option; ConfigError if its value is wrong."""
+    if unknown := options.keys() - PrewarmOptions.__annotations__.keys():
+        raise TypeError(f"prewarm() has no option {', '.join(sorted(unknown))}")
+    if (jobs := options.get("jobs", JOBS)) < 1:
+        raise ConfigError(f"jobs is {jobs}. Give at least 1.", option="jobs")
+    _rate_of(options)
+
+
+def _rate_of(options: Mapping[str, Any]) -> int | None:
+    limit = options.get("limit_rate")
+    return None if limit is None else parse_rate(limit)
 
 
 def _make_directory(cache: Cache) -> None:
     """Create the cache directory; raise one error if it is unusable, instead of one per shard."""
     try:
         make_root(cache.config)
-        partials = Layout.of_root(cache.dir).partial
-        if not os.access(partials, os.W_OK | os.X_OK):
-            if os.statvfs(partials).f_flag & os.ST_RDONLY:
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-            raise PermissionError(errno.EACCES, "no write permission")
+        if is_read_only(cache.dir):
+            is_frozen = os.statvfs(cache.dir).f_flag & os.ST_RDONLY
+            number = errno.EROFS if is_frozen else errno.EACCES
+            raise OSError(number, os.strerror(number))
     except os_error() as exn:
         if is_full(exn) or isinstance(exn, ShardCacheError):
             raise
@@ -227,25 +211,23 @@ def _make_directory(cache: Cache) -> None:
 
 @dataclass(eq=False, repr=False)
 class Pool:
-    """Downloads the shards of one plan, once. Its options are those of `prewarm`."""
+    """Downloads the shards of one plan, once."""
 
     cache: Cache
     plan: PrewarmPlan
+    options: PrewarmOptions
     stop: threading.Event
-    jobs: int
-    best_effort: bool
-    max_failures: int | None
-    skip_missing: bool
-    rate: int | None  #: bytes per second for all connections together
     deadline: float  #: on the monotonic clock
     #: The results of the shards by key. Those that have one when the pool is made are not tried.
     results: dict[str, ShardResult]
-    sources: Mapping[str, Path]
     stopped: Stopped | None = None  #: why no further shard is started
 
     def __post_init__(self) -> None:
         self._queue = self._missing()
-        self.jobs = min(self.jobs, len(self._queue))
+        # Of this process, which shares both with its helpers.
+        self._jobs = min(self.options.get("jobs", JOBS), len(self._queue))
+        self._rate = _rate_of(self.options)
+        self._sources = self.options.get("sources") or {}
         # The offset of this file is the position in the queue. Helpers share it, and the kernel
         # changes it in one step, so no lock is needed that a killed process could hold. It does so
         # only for a file that was opened by its name.
@@ -258,8 +240,8 @@ class Pool:
         self._running: dict[str, Download] = {}
         self._helped = defaultdict[str, Progress](Progress)  # by key, of the helpers' shards
         self._helpers: dict[Connection[Any, Any], BaseProcess] = {}
-        self._channels: list[Connection[Any, Any]] = []  # to the helpers that have not ended
-        self._heard: dict[Connection[Any, Any], float] = {}  # when a helper sent its last message
+        # When each helper that has not ended sent its last message.
+        self._heard: dict[Connection[Any, Any], float] = {}
         self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
         self._is_small = False  # whether the last shard had at most one block
@@ -276,9 +258,10 @@ class Pool:
 
         Exceptions of ``report``, and KeyboardInterrupt, are raised after the downloads have ended.
         """
-        self._throttle = None if self.rate is None else Throttle(self.rate)
+        self._throttle = None if self._rate is None else Throttle(self._rate)
         try:
-            for channel in self._channels:
+            for channel in self._helpers:
+                self._heard[channel] = clock.monotonic()
                 with ignoring(OSError):  # the helper has died
                     channel.send(True)
             self._supervise(report)
@@ -303,11 +286,11 @@ class Pool:
             with suppress(Empty):
                 if self._threads:
                     self._ended.get(timeout=tick)
-                elif self._channels:
+                elif self._heard:
                     from multiprocessing.connection import wait
 
-                    wait(self._channels, tick)
-            for channel in self._channels.copy():
+                    wait(list(self._heard), tick)
+            for channel in list(self._heard):
                 self._receive(channel)
             if self.stop.is_set():
                 self._halt(Stopped.REQUESTED)
@@ -327,7 +310,7 @@ class Pool:
 
     def _start_threads(self, count: int) -> bool:
         """Start up to ``count`` threads, or download in this one. Return False if all is done."""
-        while self._is_waiting() and self._threads < min(self.jobs, count):
+        while self._is_waiting() and self._threads < min(self._jobs, count):
             with self._lock:
                 self._threads += 1
             try:
@@ -338,7 +321,7 @@ class Pool:
                 if not self._threads and (download := self._next()):
                     self._run(download)
                 break
-        return bool(self._threads or self._channels or self._is_waiting())
+        return bool(self._threads or self._heard or self._is_waiting())
 
     def _useful_threads(self) -> int:
         """Return how many threads may download at the moment."""
@@ -353,24 +336,23 @@ class Pool:
 
     # -- helpers ---------------------------------------------------------------
 
-    def fork(self, count: int | None) -> None:
-        """Fork helpers, so that up to ``count`` processes download. Call this before `run`."""
+    def fork(self) -> None:
+        """Fork helpers, so that several processes download. Call this before `run`."""
+        count = self.options.get("processes")
         if count is None:
             # A hook may note what it has checked, which the caller sees only in this process.
             is_large = len(self._queue) >= _MANY and self.cache.config.validate is None
             count = most_processes(self.cache) if is_large else 1
-        count = min(count, self.jobs)
+        count = min(count, self._jobs)
         # A lock that another thread holds would stay locked in the helper.
         if count < 2 or not threads.is_single():
             return
-        from multiprocessing import Pipe, current_process, get_context  # here: few have helpers
+        from multiprocessing import Pipe, get_context  # here: few have helpers
 
-        if current_process().daemon:  # such as a DataLoader's worker, which may have no children
-            return
         with suppress(ConfigError):  # the downloads raise it
-            self.cache.process.origins.of(self._missing()[0]).prepare()
-        jobs, self.jobs = self.jobs, self.jobs // count
-        rate, self.rate = self.rate, self.rate and self.rate // count
+            self.cache.process.origins.of(self._queue[0]).prepare()
+        jobs, self._jobs = self._jobs, self._jobs // count
+        rate, self._rate = self._rate, self._rate and self._rate // count
         # No signal handler may raise before this process and the helper know of each other.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -382,13 +364,14 @@ class Pool:
                 process.start()
                 end.close()
                 self._helpers[channel] = process
-        except (OSError, RuntimeError) as exn:  # the limit of processes, or the end of the program
+        # The limit of processes, the end of the program, or a process that may have no children,
+        # such as a DataLoader's worker.
+        except (OSError, RuntimeError, AssertionError) as exn:
             logger.debug("fewer processes download: %s", exn)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._channels = [*self._helpers]
-        self.jobs = jobs - self.jobs * len(self._helpers)
-        self.rate = rate and rate - rate // count * len(self._helpers)
+        self._jobs = jobs - self._jobs * len(self._helpers)
+        self._rate = rate and rate - rate // count * len(self._helpers)
 
     def _stop_helpers(self) -> None:
         for channel in self._helpers:
@@ -440,13 +423,15 @@ class Pool:
 
     def _receive(self, channel: Connection[Any, Any]) -> None:
         """Take the events, log records and progress that a helper has sent."""
-        self._channels.remove(channel)  # for good if the helper has ended, or an interrupt cuts in
+        heard = self._heard.pop(
+            channel
+        )  # for good if the helper has ended, or an interrupt cuts in
         with ignoring(EOFError, OSError):
             now = clock.monotonic()
-            if now - self._heard.setdefault(channel, now) > self.cache.config.stale_after:
+            if now - heard > self.cache.config.stale_after:
                 self._helpers[channel].kill()  # it is stopped
             while channel.poll():
-                self._heard[channel] = now
+                heard = now
                 events, records, progress, stopped = channel.recv()
                 for record in records:
                     logging.getLogger(record.name).handle(record)
@@ -459,7 +444,7 @@ class Pool:
                 self._helped |= progress
                 if stopped is not Stopped.REFUSED:  # another process may have read shards
                     self.stopped = self.stopped or stopped
-            self._channels.append(channel)
+            self._heard[channel] = heard
 
     # -- the threads of the pool -----------------------------------------------
 
@@ -484,10 +469,10 @@ class Pool:
                 download = Download(
                     self.cache.process.downloads,
                     shard,
-                    listed=self.plan.size_of(shard),
+                    listed=self.plan.results[shard.key].size,
                     outdated=self.plan.outdated.get(shard.key, frozenset()),
                     throttle=self._throttle,
-                    source=self.sources.get(shard.key),
+                    source=self._sources.get(shard.key),
                 )
                 self._running[shard.key] = download
                 self._events.put(Started(shard, download.progress))
@@ -503,17 +488,10 @@ class Pool:
             size = opened.size
             known = Outcome.CACHED if download.shard.key in self.plan.cached else Outcome.COALESCED
             outcome = known if download.outcome == "hit" else Outcome(download.outcome)
-        except FetchCancelledError as exn:
-            outcome, error = Outcome.NOT_STARTED, exn
         except Exception as exn:  # noqa: BLE001 - the result of the shard reports it
-            outcome, error = Outcome.FAILED, exn
-            if self.best_effort and is_full(exn):
-                outcome = Outcome.LEFT_OUT
-            elif self.skip_missing and isinstance(exn, ShardNotFoundError):
-                outcome = Outcome.SKIPPED
+            error, size = exn, size if download.size is None else download.size
+            outcome = outcome_of(exn, self.options)
         seconds = clock.monotonic() - start
-        if error is not None and download.size is not None:
-            size = download.size
         counts = download.received, download.retries
         result = ShardResult(str(download.shard), outcome, size, seconds, *counts, error)
         self._finish(Finished(download.shard, result))
@@ -530,7 +508,7 @@ class Pool:
                 self._halt(Stopped.REQUESTED)
             elif is_full(error):
                 self._misfits += 1
-                if not self.best_effort or self._misfits >= _MISFITS:
+                if not self.options.get("best_effort") or self._misfits >= _MISFITS:
                     self._halt(Stopped.FULL)
             elif result.outcome is Outcome.FAILED:
                 if isinstance(error, AccessDeniedError | ConfigError | TransferError):
@@ -538,7 +516,8 @@ class Pool:
                 elif error is not None and is_local_error(error):
                     self._refusals[_THIS_MACHINE] += 1
                 self._failures += 1
-                if self.max_failures is not None and self._failures > self.max_failures:
+                most = self.options.get("max_failures")
+                if most is not None and self._failures > most:
                     self._halt(Stopped.FAILURES)
             elif result.outcome not in (Outcome.CACHED, Outcome.SKIPPED):
                 self._is_small = result.size is not None and result.size <= BLOCK
@@ -548,9 +527,10 @@ class Pool:
         self._events.put(event)
 
     def _missing(self) -> list[ShardURL]:
-        """Return the shards that are to be downloaded and have no result yet."""
-        done = self.plan.left_out | self.plan.unconfirmed.keys() | self.results.keys()
-        return [shard for shard in self.plan.shards if shard.key not in done]
+        """Return the shards that are to be downloaded or opened, and have no result yet."""
+        kinds, planned = (Outcome.CACHED, Outcome.MISSING), self.plan.results
+        shards = (s for s in self.plan.shards if planned[s.key].outcome in kinds)
+        return [shard for shard in shards if shard.key not in self.results]
 
     def _halt(self, reason: Stopped) -> None:
         """Start no further shard, and cancel the running downloads unless the cache is full.

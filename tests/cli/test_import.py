@@ -37,6 +37,7 @@ def test_matching_files_become_entries_without_a_download(run, folder, bucket, u
     code, out, _ = run("import", folder, f"s3://{bucket}/", "-n")
     assert code == 0 and "0 cached, 4 to import" in out and run("ls")[0] == 2
     (folder / "notes.txt").write_text("no shard")
+    os.utime(folder / "train-0000.tar", (0, 0))  # a file of any time is linked
     code, out, err = run("import", folder, f"s3://{bucket}")
     assert (code, err) == (0, "") and "Imported 4 of 4 shards" in out and "4 imported" in out
     assert not proxy.fetches() and run("verify")[0] == 0
@@ -97,6 +98,10 @@ def test_another_file_than_the_cached_shard_is_refused(run, open_cache, folder, 
     code, out, err = run("import", folder, url.rpartition("/")[0])
     assert code == 3 and "Imported 3 of 4 shards" in out and "is cached with other bytes" in err
     assert cache.open(url).read() == data[file.name]
+    (entry.path / "meta.json").write_bytes(b"{}")  # even without its sidecar
+    assert cache.add(url, same).directory == entry.directory
+    with pytest.raises(IntegrityError, match="is cached with other bytes"):
+        cache.add(url, file)
 
 
 @pytest.mark.parametrize("part", [5, 8])
@@ -177,20 +182,3 @@ def test_two_processes_import_one_file_at_once(open_cache, folder, url, proxy):
     paths = together(2, lambda number: str(open_cache().add(url, file).data))
     assert paths[0] == paths[1] and Path(paths[0]).samefile(file) and not proxy.fetches()
     assert file.stat().st_nlink == 2
-
-
-def test_a_file_of_any_time_is_linked(open_cache, folder, url, proxy):
-    file = folder / "train-0000.tar"
-    os.utime(file, (0, 0))
-    with open_cache() as cache:
-        assert cache.add(url, file).data.samefile(file)
-        assert cache.open(url).read() == file.read_bytes() and not proxy.fetches()
-
-
-def test_a_file_is_compared_with_a_shard_without_its_sidecar(open_cache, folder, url):
-    with open_cache() as cache:
-        entry = cache.fetch(url)
-        (entry.path / "meta.json").write_bytes(b"{}")
-        assert cache.add(url, folder / "train-0000.tar").directory == entry.directory
-        with pytest.raises(IntegrityError, match="cached with other bytes"):
-            cache.add(url, folder / "train-0001.tar")

@@ -166,7 +166,7 @@ def test_a_report_in_words():
     kinds = [outcome for outcome in Outcome if outcome is not Outcome.MISSING]
     results = [ShardResult(f"s3://b/x-{n}.tar", kind, 1000) for n, kind in enumerate(kinds)]
     results[1] = ShardResult("s3://b/x-1.tar", Outcome.FETCHED, 1000, received=1000, retries=1)
-    plan = PrewarmPlan(tuple(parse_url(each.url) for each in results), {}, {}, 10**9, 0, 0)
+    plan = PrewarmPlan(tuple(parse_url(each.url) for each in results), {})
     assert str(PrewarmReport(plan, tuple(results), 2.0, Stopped.DEADLINE)) == (
         "Warmed 4 of 8 shards (4.0 KB, 1.0 KB received) in 2.0 s, 500 B/s; 1 failed, "
         "1 skipped, not at the origin, 1 retried, 1 fetched by other processes, 1 linked, "

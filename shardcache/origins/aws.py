@@ -47,6 +47,8 @@ _LOGIN = frozenset(
     {"LoginError", "SSOError", "TokenRetrievalError", "RuntimeError"}
     | {"ConfigParseError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 )
+#: Matches the error codes for throttling, which are those that botocore repeats requests for.
+_THROTTLING = "Throttl|SlowDown|TooManyRequests|(Throughput|Limit)Exceeded"
 #: botocore errors for a service that does not respond, or temporarily refuses.
 _SERVICE = frozenset(
     {"ConnectionError", "CredentialRetrievalError", "HTTPClientError", "MetadataRetrievalError"}
@@ -287,13 +289,9 @@ def written_keys(options: Mapping[str, Any]) -> Keys | None:
     return keys if keys.access_key and keys.secret_key else None
 
 
-@functools.cache
-def throttling_codes() -> tuple[frozenset[str], frozenset[str]]:
-    """Return AWS's error codes for throttling and for transient faults, from botocore's tables."""
-    from botocore.retries.standard import ThrottledRetryableChecker, TransientRetryableChecker
-
-    throttled = frozenset(ThrottledRetryableChecker._THROTTLED_ERROR_CODES)
-    return throttled, frozenset(TransientRetryableChecker._TRANSIENT_ERROR_CODES)
+def is_throttling(code: str) -> bool:
+    """Return whether this error code of S3, or of another service of AWS, means throttling."""
+    return re.search(_THROTTLING, code) is not None
 
 
 def login_ended(profile: str | None) -> TransientError:
@@ -315,8 +313,8 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     response = getattr(exn, "response", {})
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    code = response.get("Error", {}).get("Code")
-    is_busy = code in (_NO_PROVIDER, *throttling_codes()[0]) or status == 429 or status >= 500
+    code = response.get("Error", {}).get("Code", "")
+    is_busy = code == _NO_PROVIDER or is_throttling(code) or status == 429 or status >= 500
     is_program = getattr(exn, "kwargs", {}).get("provider") == "custom-process"
     if isinstance(exn, OSError) and not isinstance(exn, (FileNotFoundError, PermissionError)):
         return TransientError(f"the credentials cannot be read: {reason}")

@@ -50,15 +50,12 @@ class RepeatError(Exception):
 
     Args:
         remedy: what the next request does differently. `retry` applies each remedy once.
-        error: returns the error to raise if the remedy does not help.
+        error: the error to raise if the remedy does not help.
         apply: applies the remedy, or returns False if it cannot.
     """
 
     def __init__(
-        self,
-        remedy: str,
-        error: Callable[[], Exception],
-        apply: Callable[[], object] = lambda: True,
+        self, remedy: str, error: Exception, apply: Callable[[], object] = lambda: True
     ) -> None:
         super().__init__(remedy)
         self.remedy, self.error, self.apply = remedy, error, apply

@@ -85,25 +85,27 @@ class FsspecOrigin(Origin):
 
         return described(self._call(shard, info))
 
-    def names_below(self, directory: ShardURL, *, deep: bool) -> list[str]:
-        """Return the relative names of the files in a directory; with ``deep``, also below it.
+    def list_page(
+        self, directory: ShardURL, prefix: str, token: str, *, deep: bool
+    ) -> tuple[dict[str, int | None], str]:
+        """Return the sizes of the files in a directory by name, all on one page, without a timeout.
 
-        The call has no timeout.
+        The arguments are those of `S3Origin.list_page`; names may have any beginning.
         """
 
-        def relative_names() -> list[str]:
+        def sizes() -> dict[str, int | None]:
             if directory.scheme == "s3":
                 root = directory.canonical.removeprefix("s3://").rstrip("/")
             else:
                 root = self._path(directory)
             self._filesystem.invalidate_cache()
-            names = self._filesystem.find(root, maxdepth=None if deep else 1)
-            if not names and not self._filesystem.isdir(root):
+            found = self._filesystem.find(root, maxdepth=None if deep else 1, detail=True)
+            if not found and not self._filesystem.isdir(root):
                 raise FileNotFoundError(root)
             start = len(root.rstrip("/")) + 1
-            return [str(name)[start:] for name in names]
+            return {str(name)[start:]: info.get("size") for name, info in found.items()}
 
-        return self._call(directory, relative_names, timed=False)
+        return self._call(directory, sizes, timed=False), ""
 
     def _path(self, shard: ShardURL) -> str:
         if shard.is_local:

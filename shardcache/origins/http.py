@@ -87,7 +87,7 @@ def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
         error = TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
-        return RepeatError("connection", lambda: error) if isinstance(exn, StaleError) else error
+        return RepeatError("connection", error) if isinstance(exn, StaleError) else error
     text = f"{shard} cannot be requested from {server}: {reason}. "
     return ConfigError(f"{text}Check the endpoint, URL and proxy.", url=str(shard))
 

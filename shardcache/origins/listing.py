@@ -37,11 +37,9 @@ _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
 _SPECIAL = re.compile(r"::|[{}$\\]")  # a specification without any of these is one URL
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _NO_RANGE = re.compile(r"(?<!\\)\{([0-9]+)-([0-9]+)\}")
-#: ListObjectsV2 returns at most this many keys per request.
-_PAGE = 1000
-#: `Listing.sizes` may send one request per `_PAGE` shards, and these more, because the folders of
+#: `Listing.sizes` may send one request per so many shards, and these more, because the folders of
 #: the shards may also hold other objects. They are so few that it gives up within seconds.
-_SPARE_PAGES = 64
+_PER_PAGE, _SPARE_PAGES = 1000, 64
 #: Seconds without a byte before a listing fails. Short, because sizes only improve a plan.
 _TIMEOUT = 10.0
 
@@ -170,7 +168,7 @@ class Listing:
         self._s3_options = config.scheme_options("s3")
         self._policy = RetryPolicy(config.attempts, config.deadline, config.patience)
         self._origins = Origins(config.replace(timeout=min(config.timeout, _TIMEOUT)))
-        self._sizes: dict[tuple[str, str], int] = {}  # by bucket and key
+        self._sizes: dict[str, int] = {}  # by canonical URL
 
     def expand(self, spec: str) -> Iterator[str]:
         """Yield the URLs of a specification, in order."""
@@ -192,17 +190,17 @@ class Listing:
         root, wanted, deep = _split(pattern)
         # The prefix stays exactly as the user wrote it, because it is part of the shards' identity.
         base, slash, rest = root.rpartition("/")
-        bucket, prefix = split_bucket(root.partition("://")[2]) if scheme == "s3" else ("", "")
-        if scheme == "s3" and not (bucket and root.endswith(f"{bucket}/{prefix}")):
-            raise ConfigError(f"{shown_url(pattern)}: a bucket's name has to be given in full")
-        if scheme == "s3" and not needs_s3fs(bucket, self._s3_options):
-            query = {} if deep else {"delimiter": "/"}
-            pages = self._pages(bucket, prefix, query)
-            start = len(prefix) - len(rest)
-            names = [key[start:] for page in pages for key in page if not key.endswith("/")]
+        if scheme == "s3":
+            bucket, prefix = split_bucket(root.partition("://")[2])
+            if not (bucket and root.endswith(f"{bucket}/{prefix}")):
+                raise ConfigError(f"{shown_url(pattern)}: a bucket's name has to be given in full")
+            directory = _s3_directory(f"s3://{bucket}/{prefix.removesuffix(rest)}")
         else:
-            directory = f"s3://{bucket}/{prefix.removesuffix(rest)}" if bucket else base + slash
-            names = self._files(directory or "./", deep)
+            directory = parse_url(base + slash or "./", allow_schemes=self._config.allow_schemes)
+            if deep:
+                refuse_local(directory, self._config)  # instead of listing a whole disk
+        pages = self._pages(directory, rest, deep)
+        names = [name for page in pages for name in page if not name.endswith("/")]
         urls = [
             f"{base}{slash}{name}"
             for name in sorted(names)
@@ -217,85 +215,78 @@ class Listing:
         return urls
 
     def _pages(
-        self, bucket: str, prefix: str, query: dict[str, str], attempts: int | None = None
+        self, directory: ShardURL, prefix: str, deep: bool = True, attempts: int | None = None
     ) -> Iterator[list[str]]:
-        """Yield the object keys below ``prefix``, page by page, and remember their sizes."""
-        location = f"s3://{bucket}/{prefix}"
-        shard = ShardURL(location, "s3", location, "", "")
-        origin: Any = self._origins.of(shard)
-        query, tokens = {**query, "max-keys": str(_PAGE)}, set[str]()
+        """Yield the names of the files in a directory, page by page, and remember their sizes."""
+        origin: Any = self._origins.of(directory)
+        if not hasattr(origin, "list_page"):
+            raise ConfigError(
+                f"{directory}: {directory.scheme}:// cannot be listed. Write ranges as "
+                "{0000..0127}.",
+                url=str(directory),
+            )
+        token, tokens = "", set[str]()
         while True:
+            retries = self._policy.started(str(directory), attempts)
+            page = partial(origin.list_page, directory, prefix, token, deep=deep)
             try:
-                page = partial(origin.list_page, shard, query)
-                retries = self._policy.started(location, attempts)
                 sizes, token = retries.call(page, sleep=clock.sleep)
             except AccessDeniedError as exn:
                 raise AccessDeniedError(
-                    f"{exn.message} Listing needs s3:ListBucket; names in braces, such as "
-                    "train-{000..127}.tar, need no listing.",
-                    url=location,
+                    f"{exn.message} Listing needs more rights, such as s3:ListBucket; names in "
+                    "braces, such as train-{000..127}.tar, need no listing.",
+                    url=str(directory),
                 ) from exn
-            self._sizes |= {(bucket, key): size for key, size in sizes.items()}
+            known = ((name, size) for name, size in sizes.items() if size is not None)
+            self._sizes |= {f"{directory}{name}": size for name, size in known}
             yield list(sizes)
             if not token:
                 return
             if token in tokens:
-                text = f"{location}: the store repeats a page of the listing. Check endpoint_url."
-                raise ConfigError(text, url=location)
-            query["continuation-token"] = token
+                text = f"{directory}: the store repeats a page of the listing. Check endpoint_url."
+                raise ConfigError(text, url=str(directory))
             tokens.add(token)
 
-    def _files(self, directory: str, deep: bool) -> list[str]:
-        """Return the names of the files in a directory, through fsspec."""
-        if directory.startswith("s3://"):
-            shard = ShardURL(directory, "s3", directory, "", "")
-        else:
-            shard = parse_url(directory, allow_schemes=self._config.allow_schemes)
-            if deep:
-                refuse_local(shard, self._config)  # instead of listing a whole disk
-        origin: Any = self._origins.of(shard)
-        if not hasattr(origin, "names_below"):
-            raise ConfigError(
-                f"{shard}: {shard.scheme}:// cannot be listed. Write ranges as {{0000..0127}}.",
-                url=str(shard),
-            )
-        names: Callable[[], list[str]] = partial(origin.names_below, shard, deep=deep)
-        return self._policy.started(str(shard)).call(names, sleep=clock.sleep)
-
     def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
-        """Return the sizes of shards by key, as far as S3 listings and local files reveal them.
+        """Return the sizes of shards by key, as far as listings and local files reveal them.
 
         S3 takes about one request per thousand objects in the folders of the shards, up to a limit.
         If a listing fails or is forbidden, the remaining sizes are missing from the result.
         """
-        names = {
-            found: shard.key
+        keys = {str(shard): shard.key for shard in shards if not shard.options}
+        listable = [
+            str(shard)
             for shard in shards
-            if shard.scheme == "s3" and shard.version_id is None and not shard.options
-            if not needs_s3fs((found := shard.bucket_and_key())[0], self._s3_options)
-        }
-        folders: dict[tuple[str, str], list[str]] = {}
-        for bucket, key in sorted(names.keys() - self._sizes.keys()):
-            folders.setdefault((bucket, key.rpartition("/")[0]), []).append(key)
-        left = _SPARE_PAGES + len(names) // _PAGE
+            if shard.scheme == "s3" and shard.version_id is None and str(shard) in keys
+            if not needs_s3fs(shard.bucket_and_key()[0], self._s3_options)
+        ]
+        folders: dict[str, list[str]] = {}
+        for url in sorted(set(listable) - self._sizes.keys()):
+            folders.setdefault(url.rpartition("/")[0], []).append(url)
+        left = _SPARE_PAGES + len(listable) // _PER_PAGE
         try:
-            for (bucket, _), keys in folders.items():
+            for folder, urls in folders.items():
+                first, last = (url.removeprefix(f"{folder}/") for url in (urls[0], urls[-1]))
                 # A prefix in S3 consists of characters, not of path components.
-                prefix = os.path.commonprefix([keys[0], keys[-1]])  # noqa: RUF071
-                for page in self._pages(bucket, prefix, {}, attempts=1):
+                prefix = os.path.commonprefix([first, last])  # noqa: RUF071
+                for page in self._pages(_s3_directory(f"{folder}/"), prefix, attempts=1):
                     left -= 1
-                    if left <= 0 or (page and page[-1] >= keys[-1]):
+                    if left <= 0 or (page and page[-1] >= last):
                         break
                 if left <= 0:
                     break
         except ShardCacheError as exn:  # the next folder would fail as well
             logger.info("planning without the sizes of shards: %s", exn)
-        sizes = {key: self._sizes[name] for name, key in names.items() if name in self._sizes}
+        sizes = {key: self._sizes[url] for url, key in keys.items() if url in self._sizes}
         for shard in shards:
             if shard.is_local:
                 with ignoring(OSError):  # the download reports the error
                     sizes[shard.key] = shard.local_path.stat().st_size
         return sizes
+
+
+def _s3_directory(url: str) -> ShardURL:
+    return ShardURL(url, "s3", url, "", "")
 
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:

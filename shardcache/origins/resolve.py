@@ -245,9 +245,7 @@ class _Upstream:
                 record = json.loads(sidecar)
                 if (record["key"], record["size"]) != (shard.key, copied.size):
                     raise ValueError("the sidecar belongs to another shard")
-                # Another program may have replaced its file since.
-                if record.get("foreign", copied.version) == copied.version:
-                    info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
+                info, digest = ObjectInfo.from_record(record["object"]), str(record["digest"])
             except (KeyError, TypeError, ValueError, RecursionError) as exn:
                 logger.info("%s: ignoring the copy in %s: %r", shard, self.name, exn)
                 return None
@@ -279,31 +277,20 @@ class _Upstream:
             self._breaker.succeeded()
 
     def _write(self, shard: ShardURL, copy: ShardURL, data: Path, stated: dict[str, Any]) -> None:
-        """Write a copy unless the upstream has it, and then its sidecar.
-
-        A file of another program stays. It gets a sidecar, which names its version (``foreign``),
-        only if the entry has that version: a file of equal size may have other bytes.
-        """
+        """Write a copy, and then its sidecar, unless the upstream has it or another program's."""
         (copied, found), record = self._look(copy), dict[str, Any]()
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             record = dict(json.loads(found))
-        version = copied and copied.version
-        is_known = copied is not None and record.get("foreign", version) == version
-        if is_known and record.get("digest") == stated["digest"]:
+        if copied is not None and record.get("digest") == stated["digest"]:
             return
         is_link = self._scheme == "file" and copy.local_path.is_symlink()
-        is_own = copied and record.get("size") == copied.size and "foreign" not in record
-        needs_data = not is_link and (copied is None or is_own)
-        if not needs_data and version != ObjectInfo.from_record(stated["object"]).version:
+        if is_link or (copied is not None and record.get("size") != copied.size):
             logger.info("%s: %s has another file of this name, which stays", shard, self.name)
             return
-        if not needs_data:
-            stated["foreign"] = version
         sidecar = json.dumps(stated).encode()
         if self._scheme == "file":
             file = copy.local_path
-            if needs_data:
-                _replace(file, partial(shutil.copyfile, data))
+            _replace(file, partial(shutil.copyfile, data))
             beside = file.with_name(f"{file.name}{_SIDECAR}")
             _replace(beside, lambda path: path.write_bytes(sidecar))
             return
@@ -312,8 +299,7 @@ class _Upstream:
         options = s3fs_options(self._options) if self._scheme == "s3" else self._options
         writer = fsspec.filesystem(self._scheme, **options)
         path = writer._strip_protocol(copy.raw)
-        if needs_data:
-            writer.put_file(os.fspath(data), path)
+        writer.put_file(os.fspath(data), path)
         writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
 
 

@@ -127,7 +127,7 @@ class Retries:
             Exceptions of ``function`` other than TransientError and RepeatError, and of ``sleep``,
             at once.
         """
-        applied, failures, pause = set[str](), 0, 0.0
+        failures, pause = 0, 0.0
 
         def wait(seconds: float) -> None:
             self.check()
@@ -138,19 +138,11 @@ class Retries:
 
         def request() -> T:
             nonlocal failures, pause
-            pause, error = 0.0, None
+            pause = 0.0
             try:
                 with self._pace.turn(wait):  # waits if the server throttles
-                    try:
-                        return function()
-                    except RepeatError as exn:
-                        if exn.remedy not in applied and exn.apply() is not False:
-                            applied.add(exn.remedy)
-                            raise
-                        error = exn.error()
-                    raise error  # not in the block above: a RepeatError may hold a signed URL
+                    return _remedied(function)
             except TransientError as exn:
-                applied.clear()
                 is_patient = exn.patient and self._policy.patience > 0
                 if not is_patient:
                     # The jitter is added to Retry-After, because many clients get the same number.
@@ -167,19 +159,17 @@ class Retries:
                     extra = {"event": "retry", "shard": self._url, "attempt": failures}
                     logger.warning(text, *values, extra=extra)
                 raise
-            finally:
-                del error  # its traceback refers to this frame, and so to the frames of a download
 
         try:
             return request()
-        except (TransientError, RepeatError):
+        except TransientError:
             pass
         # Imported after a failure only: the import is slow, and most first requests succeed.
         import tenacity
 
         sleep(pause)
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((TransientError, RepeatError)),
+            retry=tenacity.retry_if_exception_type(TransientError),
             wait=lambda state: pause,
             sleep=sleep,
         )
@@ -207,6 +197,23 @@ class Retries:
         )
 
 
+def _remedied(function: Callable[[], T]) -> T:
+    """Call ``function``, and again at once with each remedy that it asks for."""
+    applied = set[str]()
+    while True:
+        try:
+            return function()
+        except RepeatError as exn:
+            error = exn.error
+            if exn.remedy in applied or exn.apply() is False:
+                break
+            applied.add(exn.remedy)
+    try:
+        raise error  # not in the handler: a RepeatError may hold a signed URL
+    finally:
+        del error  # its traceback refers to this frame, and so to the frames of a download
+
+
 def once(url: str, function: Callable[[], T]) -> T:
     """Call ``function`` without retries after a failure, and without patience."""
     return RetryPolicy(1, None, 0).started(url).call(function, sleep=clock.sleep)
@@ -228,7 +235,6 @@ class Pace:
         # Requests in flight. They leave the set even if a signal handler raises around `turn`.
         self._turns: weakref.WeakSet[_Turn] = weakref.WeakSet()
         self._limit = math.inf  # most requests in flight at once
-        self._goal = math.inf  # the limit doubles per round until it reaches this number
         self._full = 0  # requests in flight when throttling began; a limit this high is lifted
         self._pauses = 0  # pauses in a row, without a served request in between
         self._next = 0.0  # no request is sent before this time (monotonic clock)
@@ -279,7 +285,6 @@ class Pace:
             now = clock.monotonic()
             if self._since is None:
                 self._since, self._full = now, len(self._turns)
-                self._goal = self._full / 2
             if self._refused_since is None:
                 self._refused_since = now
             if now >= self._next:  # the refusals of one round count once
@@ -301,12 +306,12 @@ class Pace:
             self._pauses, self._refused_since = 0, None
             if self._since is None or math.isinf(self._limit):
                 return
-            self._limit += 1 if self._limit < self._goal else 1 / self._limit
+            self._limit += 1 if self._limit < self._full / 2 else 1 / self._limit
             if self._limit < self._full:
                 return
             passed = clock.monotonic() - self._since
             # A pause that is left would keep the next refusal from setting a limit.
-            self._since, self._next, self._limit, self._goal = None, 0.0, math.inf, math.inf
+            self._since, self._next, self._limit = None, 0.0, math.inf
         self._log(logging.INFO, f"responds again after {format_duration(passed)}")
 
     def _log(self, level: int, message: str) -> None:

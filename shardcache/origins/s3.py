@@ -31,12 +31,12 @@ from shardcache.origins.aws import (
     KEY_NAMES,
     aws_files,
     chain_error,
+    is_throttling,
     login_ended,
     one_at_a_time,
     s3_endpoint,
     s3_region,
     session,
-    throttling_codes,
     within_timeout,
     written_keys,
 )
@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 #: Error codes for expired credentials.
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
+#: Error codes of faults that the next attempt may not meet, although the status is 400.
+_TRANSIENT = frozenset({"PriorRequestNotComplete", "RequestTimeout", "RequestTimeoutException"})
 #: Error codes for a bucket in another region.
 _ELSEWHERE = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
 _SKEWED = "RequestTimeTooSkewed"
@@ -81,8 +83,8 @@ _MAY_NOT = (
 )
 #: The header that requests the checksum of an object.
 _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
-#: Limit for reading a page of a listing, in bytes; a page of a thousand keys has at most 1 MB.
-_LISTING_BYTES = 16 * 1024 * 1024
+#: Keys of one page of a listing, the most that S3 allows, and the limit for reading it in bytes.
+_PAGE, _LISTING_BYTES = 1000, 16 * 1024 * 1024
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _USUAL_ENDPOINT = r"https?://(?!s3-accelerate)[A-Za-z0-9.-]+(:(?!80/?$|443/?$)\d+)?/?"
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -265,35 +267,40 @@ class S3Origin(Origin):
             raise ConfigError(f"{shard}: the origin describes it without a size.", url=str(shard))
         return info
 
-    def list_page(self, shard: ShardURL, query: Mapping[str, str]) -> tuple[dict[str, int], str]:
-        """List one page of the objects whose keys begin with the key of ``shard``.
+    def list_page(
+        self, directory: ShardURL, prefix: str, token: str, *, deep: bool
+    ) -> tuple[dict[str, int], str]:
+        """List one page of the objects whose keys begin with those of a directory and ``prefix``.
 
         ``query`` has further parameters of ListObjectsV2. Returns the sizes by object key, and the
         token for the next page, or "" on the last one.
         """
-        query = {"list-type": "2", "encoding-type": "url", **query}
-        response, name = self._request("GET", shard, {}, query), self.prepare().name
+        folder = directory.bucket_and_key()[1]
+        query = {"list-type": "2", "encoding-type": "url", "max-keys": str(_PAGE)}
+        query |= {"prefix": folder + prefix} | ({} if deep else {"delimiter": "/"})
+        query |= {"continuation-token": token} if token else {}
+        response, name = self._request("GET", directory, {}, query), self.prepare().name
         try:
             page = ElementTree.fromstring(read_all(response, _LISTING_BYTES))  # noqa: S314 - by expat
             kind = page.tag.rpartition("}")[2]
             if kind not in ("ListBucketResult", "Error"):
                 raise ValueError(f"it begins with {kind}")
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
-            keys = {
-                decode(item.findtext("{*}Key") or ""): int(item.findtext("{*}Size") or 0)
-                for item in page.iterfind("{*}Contents")
-            }
+            found = page.iterfind("{*}Contents")
+            pairs = ((item.findtext("{*}Key"), item.findtext("{*}Size")) for item in found)
+            sizes = {decode(key or "")[len(folder) :]: int(size or 0) for key, size in pairs}
         except (ElementTree.ParseError, ValueError, LookupError) as exn:
-            text = f"{shard}: the response of {name} is not a listing of S3: {quoted(str(exn))}. "
-            raise ConfigError(f"{text}Check endpoint_url.", url=str(shard)) from None
+            text = f"{directory}: the response of {name} is not a listing of S3: "
+            text += f"{quoted(str(exn))}. Check endpoint_url."
+            raise ConfigError(text, url=str(directory)) from None
         if kind == "Error":  # the store sent status 200 before the error occurred
             raise TransientError(f"{name} answered {_reason(page, response)[1]}")
         is_truncated = page.findtext("{*}IsTruncated")
         token = page.findtext("{*}NextContinuationToken") or ""
         if is_truncated == "true" and not token:
-            text = f"{shard}: {name} lists only part of the shards, because it does not know "
-            raise ConfigError(f"{text}ListObjectsV2. Name them in braces.", url=str(shard))
-        return keys, "" if is_truncated == "false" else token
+            text = f"{directory}: {name} lists only part of the shards, because it does not know "
+            raise ConfigError(f"{text}ListObjectsV2. Name them in braces.", url=str(directory))
+        return sizes, "" if is_truncated == "false" else token
 
     def _request(
         self,
@@ -334,8 +341,7 @@ class S3Origin(Origin):
         code, reason, elsewhere = _read_refusal(response)
         where = bucket.server.partition("://")[2] + route.after if route.target else store.name
         reason = f"{where} answered {response.status} {reason}".rstrip()
-        # Not yet: `throttling_codes` imports much of botocore.
-        error = partial(self._refusal, method, shard, response, code, reason)
+        error = self._refusal(method, shard, response, code, reason)
         if elsewhere not in (None, bucket.region):
             logger.info("%s is in %s", shard, elsewhere)
             raise RepeatError("region", error, lambda: store.regions.update({name: elsewhere}))
@@ -353,23 +359,22 @@ class S3Origin(Origin):
             response = self._request(method, shard, plain, query)
             store.without_checksums.add(name)  # the header was the reason
             return response
-        raise error()
+        raise error
 
     def _refusal(
         self, method: str, shard: ShardURL, response: Response, code: str, reason: str
     ) -> Exception:
         if code in _EXPIRED and self.prepare().worked:
             return login_ended(self._profile)
-        throttled, transient = throttling_codes() if code else ((), ())
         is_denied = code in _INVALID or (method == "HEAD" and response.status in (400, 405))
         status = 403 if is_denied else response.status
         return refusal(
             shard,
-            500 if code in transient else status,
+            500 if code in _TRANSIENT else status,
             reason,
             hint=_HINTS.get(code, _MAY_NOT),
             headers=response.headers,
-            throttled=code in throttled or response.status == 503,
+            throttled=is_throttling(code) or response.status == 503,
         )
 
     def _set_clock(self, response: Response) -> bool:
@@ -411,7 +416,7 @@ class S3Origin(Origin):
             bucket = self._bucket(name)
             path, values = f"{bucket.path}/{quote(key, safe='/~')}", [*query.items()]
             if "list-type" in query:
-                path, values = bucket.path or "/", [*values, ("prefix", key)]
+                path = bucket.path or "/"
             if route.target:
                 scheme, authority, path = split_url(route.target)
                 path, _, text = path.partition("?")

@@ -119,7 +119,7 @@ def test_a_pattern_of_one_directory_is_listed_without_cache_local(make_cache, tm
 
 @pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])
 def test_a_disk_is_not_listed_without_cache_local(make_cache, spec, monkeypatch):
-    listed = "shardcache.origins.filesystem.FsspecOrigin.names_below"
+    listed = "shardcache.origins.filesystem.FsspecOrigin.list_page"
     monkeypatch.setattr(listed, lambda *a, **k: pytest.fail())
     with pytest.raises(ConfigError, match="cache_local = true"):
         expand([spec], make_cache())
@@ -144,7 +144,7 @@ def test_a_listing_sends_no_more_requests_than_needed(stocked, make_cache, proxy
     assert [sizes.get(shard.key) for shard in shards] == [*range(100, 108), *([None] * 4)]
     assert [(r.method, r.reads_object) for r in proxy.requests()] == [("GET", False)]
     proxy.reset()
-    monkeypatch.setattr("shardcache.origins.listing._PAGE", 3)
+    monkeypatch.setattr("shardcache.origins.s3._PAGE", 3)
     assert expand([f"s3://{stocked}/*.tar"], cache) == [f"s3://{stocked}/val-0.tar"]
     assert len(proxy.requests()) == 1  # not one for each page of deeper names
     proxy.reset()

@@ -276,20 +276,6 @@ def test_a_copy_of_another_size_than_the_listed_object_is_not_used(node, nas, tm
     assert cache.open(str(shard)).read() == DATA and cache.stats().hits == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"max_size": 1}])
-def test_another_program_may_replace_its_copy(node, origin, nas, options):
-    copy = nas / "lab/train/0.tar"
-    copy.parent.mkdir(parents=True)
-    copy.write_bytes(ALIKE)
-    with node(writable(nas)) as cache:
-        cache.prewarm(URL)
-    assert (copy.parent / SIDECAR).exists()
-    copy.write_bytes(DATA)
-    requested = len(origin.requests)
-    assert node(nas, **options).open(URL).read() == DATA
-    assert len(origin.requests) == requested
-
-
 @pytest.mark.parametrize(
     "name", ["a.tar#old", "b%20c.tar", "d e.tar", "f*.tar", "g?.tar", "\udce9.tar"]
 )

@@ -521,28 +521,26 @@ def test_a_wait_for_credentials_needs_no_directory(open_cache, source, clock, mo
 def test_pauses_are_random_and_grow_beyond_retry_after(retry_after, monkeypatch):
     """Uniform between zero and a limit that doubles with every attempt, up to a cap."""
     monkeypatch.setattr(retry, "BASE", BASE)
-    state = random.getstate()
-    runs: list[list[float]] = []
-    for _ in range(100):
-        naps: list[float] = []
+    state, runs = random.getstate(), [list[float]() for _ in range(100)]
+    for naps in runs:
 
         def fail() -> None:
             raise TransientError("503 SlowDown", retry_after=retry_after)
 
         with pytest.raises(TransferError, match="10 attempts failed"):
             RetryPolicy(10, None, 0).started("s3://lab/a.tar").call(fail, sleep=naps.append)
-        runs.append([nap - min(retry_after or 0, RETRY_AFTER_CAP) for nap in naps])
+    least = min(retry_after or 0, RETRY_AFTER_CAP)
     for number, spread in enumerate(zip(*runs, strict=True)):
         longest = min(CAP, BASE * 2**number)
-        assert -1e-9 <= min(spread) < longest / 5
-        assert longest * 0.8 < max(spread) <= longest + 1e-9
+        assert least <= min(spread) < least + longest / 5
+        assert least + longest * 0.8 < max(spread) <= least + longest
     assert (number, longest) == (8, CAP)  # the cap was reached
     assert random.getstate() == state  # that of the user's program, which ranks seed alike
 
 
 def test_a_repeated_call_leaves_no_reference_cycle():
     """A cycle would keep a partial and its lock until the next garbage collection."""
-    errors = [TransientError("503"), RepeatError("a", lambda: TransientError("503"), lambda: False)]
+    errors = [TransientError("503"), RepeatError("a", TransientError("503"), lambda: False)]
 
     def fail() -> None:
         if errors:

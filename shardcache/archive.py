@@ -107,9 +107,8 @@ class TarWalk:
         self._stream = stream
         self._before = before
         self._size = 0  # bytes of the current member
-        self._left = 0  # bytes until the next header
+        self._left = 0  # bytes from the stream's position to the next header
         self._archive: Any = None  # tarfile's reader, once it has taken over
-        self._begin = 0  # where it began to read, with `_Headers`
         self._member: tarfile.TarInfo | None = None  # current member, once tarfile has taken over
 
     def read(self) -> bytes:
@@ -132,16 +131,17 @@ class TarWalk:
             yield from self._by_tarfile(before + header)
             return
         while True:
-            if fields is not None and fields[2] in _EXTENDED:
-                rest = stream.read(_behind(fields))
+            if fields is not None and fields[2] in _EXTENDED and fields[1] <= _EXTENDED_MAX:
+                rest = stream.read(_padded(fields[1]) + _BLOCK)
                 header, fields = header + rest, _extended(fields, rest)
             if fields is not None and fields[2] in _REGULAR:
                 name, size, _ = fields
                 self._size = size
-                self._left = size + (-size & 511)
+                self._left = _padded(size)
                 yield name
             elif fields is None or fields[2] not in _WITHOUT_DATA:
-                if header != _ZEROS and (header or type(stream) is _Headers):
+                self._left = -len(header)
+                if header and header != _ZEROS:
                     yield from self._by_tarfile(before + header)
                 return
             before, header = _NOT_FIRST, self._next_header()
@@ -164,15 +164,15 @@ class TarWalk:
 
     def _by_tarfile(self, pending: bytes) -> Iterator[str]:
         """Yield the names that tarfile finds in ``pending`` and in the rest of the stream."""
-        if type(self._stream) is _Headers:
-            self._begin = self._stream.at - len(pending)
         rest: Any = _Rejoined(pending, self._stream)
         self._archive = tarfile.open(fileobj=rest, mode="r|*")  # noqa: SIM115 - never closed
         for info in self._archive:
             if info.isreg():
                 self._member = info
+                self._left = self._archive.offset - rest.at
                 yield info.name
             self._archive.members = []  # tarfile would keep all of them in memory
+        self._left = self._archive.offset - rest.at
 
 
 def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, str]]:
@@ -188,16 +188,12 @@ def members(read: Callable[[int, int], bytes], end: int) -> Iterator[tuple[int, 
     stream = _Headers(read)
     walk = TarWalk(stream)
     for name in walk:
-        at = stream.at + walk._left
-        if walk._archive is not None:
-            if any(map(_redefines, walk._archive.pax_headers)):
-                raise tarfile.StreamError("it has a global header, which changes later members")
-            at = walk._begin + walk._archive.offset
-        if at > end:
+        if walk._archive is not None and any(map(_redefines, walk._archive.pax_headers)):
+            raise tarfile.StreamError("it has a global header, which changes later members")
+        if (at := stream.at + walk._left) > end:
             raise _ended()
         yield at, name
-    is_marked = walk._archive is None  # the walk stopped at an end marker
-    yield stream.at - _BLOCK if is_marked else walk._begin + walk._archive.offset, ""
+    yield stream.at + walk._left, ""
 
 
 def files_in(data: bytes, shard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -249,11 +245,13 @@ class _Rejoined:
         self._pending = pending
         self._stream = stream
         self._empty_reads = 0
+        self.at = 0  # bytes that were read
 
     def read(self, size: int) -> bytes:
         data, self._pending = self._pending[:size], self._pending[size:]
         if len(data) < size:
             data += self._stream.read(size - len(data))
+        self.at += len(data)
         if not data:
             self._empty_reads += 1
             if self._empty_reads > _MAX_EMPTY_READS:
@@ -296,16 +294,14 @@ def _total(checksum: bytes) -> int:
     return 1 + int(checksum[:6], 8) - 8 * 32 + sum(checksum)  # the field itself counts as 8 spaces
 
 
-def _behind(fields: _Fields) -> int:
-    """Return the bytes from an extended header to the end of its member's own; 0 for tarfile."""
-    size = fields[1]
-    return size + (-size & 511) + _BLOCK if 0 < size <= _EXTENDED_MAX else 0
+def _padded(size: int) -> int:
+    return size + (-size & 511)
 
 
 def _extended(fields: _Fields, rest: bytes) -> _Fields | None:
     """Return the fields of a member from what follows its extended header; None if not plain."""
     _, size, kind = fields
-    padded = size + (-size & 511)
+    padded = _padded(size)
     inner = _parsed(rest[padded:])
     if inner is None or inner[2] not in _REGULAR:
         return None
@@ -339,20 +335,15 @@ def check_archive(fd: int, basename: str, url: str) -> None:
     if not basename.lower().endswith(_SUFFIXES):
         return
     head = os.pread(fd, _BLOCK, 0)
-    if head == _ZEROS or head.startswith(_COMPRESSED) or _parsed(head) is not None:
+    if head == _ZEROS or head.startswith(_COMPRESSED):
         return  # a block of zeros is an archive without members
-    if not head:
-        raise IntegrityError(
-            f"{url} is empty (0 bytes), so it is not a tar archive. Upload it again, or remove it "
-            "from the list of shards.",
-            url=url,
-        )
     try:
         tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
     except tarfile.HeaderError as exn:
+        problem = f"begins with {head[:24]!r}" if head else "is empty (0 bytes)"
         raise IntegrityError(
-            f"{url} is not a tar archive: it begins with {head[:24]!r}. "
-            "Check the object; an error page may have been uploaded or served in its place.",
+            f"{url} is not a tar archive: it {problem}. Check the object, and upload it again; an "
+            "error page may have been uploaded or served in its place.",
             url=url,
         ) from exn
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 from shardcache import units
 from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
-from shardcache.urls import ALIASES, VARIABLE
+from shardcache.urls import ALIASES, VARIABLE, absolute
 
 #: The version of this library. A test compares it with pyproject.toml.
 __version__ = "0.1.0"
@@ -101,15 +101,6 @@ def _public(value: object) -> object:
     if isinstance(value, str) and "://" in value:  # the URL of a proxy or an endpoint
         return re.sub(_LOGIN, "://", value).partition("?")[0].partition("#")[0]
     return value
-
-
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path. Raise ConfigError if the working directory was removed."""
-    try:
-        return Path(path).absolute()
-    except FileNotFoundError:
-        text = f"{path} is relative to the working directory, which was removed. Give an absolute "
-        raise ConfigError(f"{text}path, or change to another directory.") from None
 
 
 # The text of a ValueError of a parser completes a sentence that begins with the value.

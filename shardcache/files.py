@@ -38,6 +38,9 @@ _MKDIR_ATTEMPTS = 100
 #: also covers nodes whose clocks differ. If the guess is wrong, the download starts over, or the
 #: reader continues from the origin.
 IDLE_GRACE = 3600.0
+#: Maximum number of bytes to read of a sidecar, a pin or another record. Most have less than 3,000,
+#: and a long URL adds a few kilobytes.
+MAX_RECORD = 64 * 1024
 #: Errors of a filesystem without flock, where every process gets the lock.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 #: Seconds between attempts to take a lock that another process holds briefly: planning an eviction
@@ -207,6 +210,18 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
             raise OSError(exn.errno, exn.strerror, name) from exn
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new name in the directory of a file; its file replaces ``path`` after the body."""
+    # A name is limited to 255 bytes, and a character may have 4.
+    temporary = path.with_name(f".{path.name[:50]}.{random_token()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def sync_directory(path: Path) -> None:
     """Write a directory to the disk (fsync), so that the names in it survive a power loss."""
     with open_directory(path.resolve()) as fd:
@@ -266,7 +281,7 @@ def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
             path.rmdir() if is_directory(path) else path.unlink()
 
 
-def read_file(path: Path | str, limit: int) -> bytes:
+def read_file(path: Path | str, limit: int = MAX_RECORD) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
     fds = list[int]()
     try:  # without `open_file`, because a listing reads 100,000 files
@@ -278,10 +293,10 @@ def read_file(path: Path | str, limit: int) -> bytes:
             os.close(fd)
 
 
-def read_json(path: Path, limit: int) -> Any:
+def read_json(path: Path) -> Any:
     """Return the content of a JSON file, unchecked; None if it is missing or damaged."""
     try:
-        return json.loads(read_file(path, limit))
+        return json.loads(read_file(path))
     except (os_error(), ValueError, RecursionError) as exn:
         logger.debug("%s: %s", path, exn)
         return None
@@ -315,13 +330,13 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
 @contextlib.contextmanager
 def locked(
     path: Path | str, *, shared: bool = False, remove: bool = False, of: Path | str | None = None
-) -> Iterator[bool | None]:
+) -> Iterator[bool]:
     """Hold the flock of a file in the body; yield whether no other process holds it.
 
-    Yields True if the file is gone. Yields None if the filesystem has no flock, or if the process
-    that created the file died before it gave the group access. With ``remove``, a file that was
-    replaced after it was opened is not free. If it is the data file ``of`` a directory, a link is
-    free; and instead of None, it yields whether the directory was unused for an hour.
+    A file that is gone is free; with ``remove``, one that was replaced after it was opened is not.
+    If it is the data file ``of`` a directory, a link is free. If the filesystem has no flock, or
+    the process that created the file died before it gave the group access, the file is free once it
+    (or the directory) was unused for an hour.
     """
     fds = list[int]()
     try:
@@ -337,8 +352,8 @@ def locked(
                 free = None
             else:  # errors such as EMFILE say nothing about the lock
                 raise
-        if free is None and of is not None:
-            free = is_idle(Path(of))
+        if free is None:
+            free = is_idle(Path(of or path))
         yield free
     finally:
         for fd in fds:

@@ -67,8 +67,6 @@ INDEX = "samples.idx"
 #: like temporary names, so that older versions of the library remove them, too.
 REPLACED, OUTDATED = f".replaced.{'0' * 32}", f".outdated.{'0' * 32}"
 MANIFEST = "manifest.json"
-#: Maximum number of bytes to read from a manifest. Usually, it has about 150.
-_MAX_MANIFEST = 4096
 
 
 def _inside(name: str) -> lazy[Path]:
@@ -182,5 +180,5 @@ class Layout:
 
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return the manifest of a root, or an empty dict if the manifest is missing or damaged."""
-    manifest = read_json(root / MANIFEST, _MAX_MANIFEST)
+    manifest = read_json(root / MANIFEST)
     return manifest if isinstance(manifest, dict) else {}

@@ -25,19 +25,20 @@ class Program(NamedTuple):
     target: str  #: a regular expression that the URL or path of the object must match
     short: str = ""  #: the accepted one-letter options, in the format of `getopt`
     long: str = ""  #: the accepted long options, in the format of `getopt`, separated by spaces
-    access: Mapping[str, str] = {}  #: the options that shardcache adopts, and its names for them
-    output: tuple[str, ...] = ()  #: the options that name the output; their value must be ``-``
-    writes_files: bool = False  #: whether it writes to a file unless an output option is given
 
 
 _S3, _GS, _WEB = r"s3://[^/]+/.+", r"gs://[^/]+/.+", r"https?://.+"
-_AWS = {
+#: The options of all programs that shardcache adopts, and its names for them.
+_ADOPTED = {
     "--endpoint-url": "endpoint_url",
     "--no-sign-request": "anon",
     "--profile": "profile",
     "--region": "region_name",
     "--request-payer": "requester_pays",
+    **dict.fromkeys(("-H", "--header", "-u", "--user"), "authorization"),
 }
+#: The options that name the output. Their value must be ``-``. wget needs one.
+_OUTPUTS = ("-o", "--output", "-O", "--output-document")
 
 #: The programs by name. docs/integrations.md lists the same options; a test compares the two lists.
 PROGRAMS = {
@@ -46,7 +47,6 @@ PROGRAMS = {
         _S3,
         long="endpoint-url= no-sign-request profile= region= request-payer= cli-connect-timeout= "
         "cli-read-timeout= no-cli-pager no-progress only-show-errors quiet",
-        access=_AWS,
     ),
     "s5cmd": Program(
         ("cat", "{}"),
@@ -54,7 +54,6 @@ PROGRAMS = {
         short="r:",
         long="endpoint-url= no-sign-request profile= request-payer= concurrency= log= "
         "numworkers= part-size= retry-count=",
-        access=_AWS,
     ),
     "gsutil": Program(("cat", "{}"), _GS, short="mq"),
     "gcloud": Program(("storage", "cat", "{}"), _GS, "q", "no-user-output-enabled quiet"),
@@ -65,8 +64,6 @@ PROGRAMS = {
         long="header= output= location no-buffer show-error fail globoff max-time= silent "
         "speed-time= speed-limit= connect-timeout= user= no-progress-meter retry= "
         "retry-all-errors retry-connrefused retry-delay= retry-max-time=",
-        access=dict.fromkeys(("-H", "--header", "-u", "--user"), "authorization"),
-        output=("-o", "--output"),
     ),
     "wget": Program(
         ("{}",),
@@ -74,9 +71,6 @@ PROGRAMS = {
         short="O:T:n:qt:",
         long="header= output-document= connect-timeout= no-verbose quiet read-timeout= "
         "retry-connrefused timeout= tries= waitretry=",
-        access={"--header": "authorization"},
-        output=("-O", "--output-document"),
-        writes_files=True,
     ),
     "cat": Program(("{}",), r".+"),
 }
@@ -120,12 +114,12 @@ def read_command(
     targets = [word for word in arguments if re.fullmatch(program.target, word)]
     if not targets or arguments != [word.format(targets[0]) for word in program.words]:
         raise ConfigError(f"it is not of the form {' '.join((name, *program.words))}")
-    outputs = [value for option, value in pairs if option in program.output]
-    if set(outputs) - {"-"} or (program.writes_files and not outputs):
+    outputs = [value for option, value in pairs if option in _OUTPUTS]
+    if set(outputs) - {"-"} or (program is PROGRAMS["wget"] and not outputs):
         raise ConfigError("it does not write to the standard output")
     options = {}
     for option, value in pairs:
-        if (adopted := program.access.get(option)) == "authorization":
+        if (adopted := _ADOPTED.get(option)) == "authorization":
             value = re.sub(_MARKED, partial(_value, environ), value)
             if option in ("-u", "--user"):
                 value = f"Authorization: Basic {base64.b64encode(value.encode()).decode()}"

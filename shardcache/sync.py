@@ -33,7 +33,7 @@ from shardcache.errors import (
     WaitTimeoutError,
 )
 from shardcache.faults import ignoring, os_error
-from shardcache.files import GONE, sync_directory
+from shardcache.files import GONE, replacing, sync_directory
 from shardcache.locks.mounts import node_directory
 from shardcache.ranks import detect, job_name, rank, safe_name, torch_store, world_size
 from shardcache.units import format_duration, parse_choice, parse_duration
@@ -132,28 +132,20 @@ def makedirs(path: PathLike, mode: int = 0o777, *, timeout: Timeout = _MKDIR_TIM
     target = Path(path).absolute()
     mount = "see the caching options of its mount: lookupcache and acdirmax in nfs(5)"
     for _ in poll(timeout, lambda: f"to see {target}, which was created ({mount})"):
-        if _create_directory(target, mode):
+        if find(target) is None:
+            with _ignoring_absence(), contextlib.suppress(FileExistsError):  # of another node
+                target.mkdir(mode, parents=True, exist_ok=True)
+        found = ((name, find(name)) for name in (target, *target.parents))
+        nearest, status = next((name, s) for name, s in found if s or name.is_symlink())
+        if status is None or not stat.S_ISDIR(status.st_mode):
+            obstacle = "a file" if status else "a symbolic link to a missing target"
+            raise InTheWayError(
+                f"No directory can be created at {nearest}: it is {obstacle}. "
+                "Remove or rename it, or choose another path."
+            )
+        if nearest == target:
             break
     return target
-
-
-def _create_directory(path: Path, mode: int) -> bool:
-    """Create a directory if it is missing, and return whether it is visible."""
-    status = find(path)
-    if status is None and not path.is_symlink():
-        if not _create_directory(path.parent, 0o777):
-            return False
-        with _ignoring_absence(), contextlib.suppress(FileExistsError):  # of another node
-            path.mkdir(mode)
-        if (status := find(path)) is None:
-            return False
-    if status is not None and stat.S_ISDIR(status.st_mode):
-        return True
-    obstacle = "a file" if status is not None else "a symbolic link to a missing target"
-    raise InTheWayError(
-        f"No directory can be created at {path}: it is {obstacle}. "
-        "Remove or rename it, or choose another path."
-    )
 
 
 @overload
@@ -220,19 +212,13 @@ def atomic_write(
     """
     encoding = "utf-8" if parse_choice(mode, ("wb", "w")) == "w" else None
     target = Path(os.path.realpath(path))
-    # A name is limited to 255 bytes: two dots, 50 characters of up to 4 bytes, a token of 16 bytes.
-    temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "x" if encoding else "xb", encoding=encoding) as file:
-            with contextlib.suppress(FileNotFoundError):
-                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode) & 0o777)
-            yield file
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target) as new, open(new, "x" if encoding else "xb", encoding=encoding) as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode) & 0o777)
+        yield file
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     if sync:
         with ignoring(OSError):  # some filesystems cannot sync a directory
             sync_directory(target.parent)
@@ -296,36 +282,33 @@ def _shared_store(per: str, dir: PathLike | None, job: str | None) -> Iterator[t
 
     Raises BoardError if torch's store does not answer in the body.
     """
+    parse_choice(per, ("node", "job"))
+    location, directory = None, dir or os.environ.get(_DIRECTORY_VARIABLE, "").strip()
     try:
-        yield _find_store(per, dir, job)
+        name = job_name(job)
+        if dir is None and per == "job" and (store := torch_store()) is not None:
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+            yield PrefixStore(f"shardcache/{name}", store), "the store of torch.distributed"
+            return
+        if directory:
+            location = Path(directory).absolute() / ".shardcache-sync"
+        elif per == "node" or world_size() in (1, detect().local_size):
+            location = node_directory("sync")
+        if location is None:
+            raise ConfigError(
+                f"The {world_size()} ranks of this job share no directory or store. Pass dir=, or "
+                f"set {_DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
+                "torch.distributed.init_process_group() first."
+            )
+        node = f"node-{boot_id()[:13] or os.uname().nodename}" if per == "node" else ""
+        location = location / name / node
+        yield FileStore(location), str(location)
     except RuntimeError as exn:  # the base of DistStoreError, DistNetworkError and older errors
         raise BoardError(
             f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
             "Rank 0, which serves it, has probably ended. Check its output."
         ) from exn
-
-
-def _find_store(per: str, directory: PathLike | None, job: str | None) -> tuple[Any, str]:
-    parse_choice(per, ("node", "job"))
-    name = job_name(job)
-    if directory is None and per == "job" and (store := torch_store()) is not None:
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-        return PrefixStore(f"shardcache/{name}", store), "the store of torch.distributed"
-    location = None
-    if directory := directory or os.environ.get(_DIRECTORY_VARIABLE, "").strip():
-        location = Path(directory).absolute() / ".shardcache-sync"
-    elif per == "node" or world_size() in (1, detect().local_size):
-        location = node_directory("sync")
-    if location is None:
-        raise ConfigError(
-            f"The {world_size()} ranks of this job share no directory or store. Pass dir=, or set "
-            f"{_DIRECTORY_VARIABLE}, to a directory that all of them share, or call "
-            "torch.distributed.init_process_group() first."
-        )
-    node = f"node-{boot_id()[:13] or os.uname().nodename}" if per == "node" else ""
-    location = location / name / node
-    return FileStore(location), str(location)
 
 
 def _this_process() -> str:

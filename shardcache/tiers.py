@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 #: The job of processes without a launcher. They share one namespace per rank.
 _NO_JOB = "local"
-#: Maximum bytes to read of a job's limits: a few hundred, and the paths of the tiers.
-_MAX_LIMITS = 65_536
 #: Seconds between two cleanings of a node, and seconds that a process waits before its first
 #: cleaning, because many processes end earlier.
 _INTERVAL, _FIRST = 300.0, 60.0
@@ -173,7 +171,7 @@ def _record_limits(layout: Layout, started: float, limits: dict[str, Any]) -> No
 
 def job_limits(layout: Layout) -> dict[str, Any]:
     """Return the limits that the last job stated, unchecked; an empty dict if there are none."""
-    limits = read_json(layout.limits, _MAX_LIMITS)
+    limits = read_json(layout.limits)
     return limits if isinstance(limits, dict) else {}
 
 

@@ -19,12 +19,14 @@ MAX_BYTES = 2**63 - 1  #: the largest file offset (a signed 64-bit off_t)
 MAX_SECONDS = 36_500 * 86_400.0
 _MAX_TEXT = 64  #: characters of parsed text; int() would refuse more than 4300 digits
 
-_DECIMAL = ("KB", "MB", "GB", "TB", "PB", "EB")
-_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_SIZE_UNITS = {"": 1, "b": 1}
-for _power, _prefix in enumerate("kmgtpe", 1):
-    _SIZE_UNITS |= dict.fromkeys((_prefix, f"{_prefix}b"), 1000**_power)
-    _SIZE_UNITS |= dict.fromkeys((f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
+#: The units of `exact_bytes`, the largest first.
+_BYTES = [
+    (f"{prefix}{suffix}", base**power)
+    for power, prefix in reversed([*enumerate("KMGTPE", 1)])
+    for suffix, base in (("iB", 1024), ("B", 1000))
+]
+_SIZE_UNITS = {"": 1, "b": 1} | {unit.lower(): size for unit, size in _BYTES}
+_SIZE_UNITS |= {unit[:-1].lower(): size for unit, size in _BYTES}  # k, ki
 # An exponent needs a digit, so that 1E means one exabyte.
 _SIZE = r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)"
 #: A pattern for each unit, and the unit in milliseconds: integers keep values like 350ms exact.
@@ -77,7 +79,7 @@ def format_bytes(n: float) -> str:
         return f"{n:.0f} B"
     # Use the next unit where rounding would reach 1000: 999,960 is 1.0 MB, not 1000.0 KB.
     power = next((p for p in range(1, 6) if abs(n) < 999.95 * 1000**p), 6)
-    return f"{n / 1000**power:.1f} {_DECIMAL[power - 1]}"
+    return f"{n / 1000**power:.1f} {'KMGTPE'[power - 1]}B"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -98,14 +100,9 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def exact_bytes(n: int) -> str:
-    """Return the shortest text that parses to exactly ``n`` bytes, such as ``16MiB``."""
-    texts = [
-        f"{n // base**power}{unit}"
-        for base, units in ((1000, _DECIMAL), (1024, _BINARY))
-        for power, unit in enumerate(units, 1)
-        if n and n % base**power == 0
-    ]
-    return min([*texts, f"{n}B" if n else "0"], key=len)  # the first of the shortest
+    """Return text that parses to exactly ``n`` bytes, such as ``16MiB``."""
+    fitting = (f"{n // size}{unit}" for unit, size in _BYTES if n and n % size == 0)
+    return next(fitting, f"{n}B" if n else "0")
 
 
 def parse_duration(value: str | float) -> float:

@@ -300,10 +300,16 @@ def _file(url: str, path: str) -> str:
         raise ConfigError(f"{redact(url)} begins with a quote. Remove the quotes around it.")
     if url[:2] == "~/":
         raise ConfigError(f"{url}: no shell has expanded the ~. Write the whole path.")
+    return f"file://{absolute(path)}"  # with "..", which follows symbolic links
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path. Raise ConfigError if the working directory was removed."""
     try:
-        return f"file://{Path(path).absolute()}"  # with "..", which follows symbolic links
-    except FileNotFoundError as exn:
-        raise ConfigError(f"{url!r} is relative to a directory that was removed") from exn
+        return Path(path).absolute()
+    except FileNotFoundError:
+        text = f"{path} is relative to the working directory, which was removed. Give an absolute "
+        raise ConfigError(f"{text}path, or change to another directory.") from None
 
 
 def shown_url(url: str) -> str:

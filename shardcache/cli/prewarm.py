@@ -25,7 +25,7 @@ from shardcache.cli.output import (
     printable,
     reason,
 )
-from shardcache.config import Config, absolute
+from shardcache.config import Config
 from shardcache.download.connections import parse_rate
 from shardcache.errors import ShardNotFoundError
 from shardcache.origins.aws import with_options
@@ -42,7 +42,7 @@ from shardcache.prewarm.results import (
 )
 from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
-from shardcache.urls import ShardURL, parse_listed
+from shardcache.urls import ShardURL, absolute, parse_listed
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache

@@ -19,7 +19,7 @@ import click
 
 import shardcache
 from shardcache.cli.main import ExitCode, Invocation, command, store_options
-from shardcache.config import absolute, load
+from shardcache.config import load
 from shardcache.errors import ConfigError
 from shardcache.layout import Layout
 from shardcache.notices import log_read_only, log_unusable
@@ -28,6 +28,7 @@ from shardcache.stats.database import samples
 from shardcache.stats.summary import summed
 from shardcache.store.root import is_read_only, make_root, unusable
 from shardcache.units import counted, format_bytes
+from shardcache.urls import absolute
 
 #: Signals to forward to the program: batch systems and users send them to jobs. Slurm's --signal
 #: may send USR1 or USR2.

@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 _MODE_PAUSE = 0.001
 #: Attempts to open and lock a file, because a sweep may remove the file or its directory.
 _OPEN_ATTEMPTS = 100
-#: Length in bytes to which a record is padded, so that one write replaces the previous record, and
-#: the maximum number of bytes to read, because a record may contain a long URL.
-_RECORD_BYTES, _MAX_RECORD_BYTES = 2048, 16 << 10
+#: Length in bytes to which a record is padded, so that one write replaces the previous record.
+_RECORD_BYTES = 2048
 #: Seconds that other nodes wait after a node died. The holder updates its marker every 30 s, and an
 #: NFS client may show a file's timestamps up to 60 s late (acregmax, nfs(5)).
 LEASE_SECONDS = 90.0
@@ -80,7 +79,7 @@ class Holder(NamedTuple):
 def read_holder(path: Path) -> Holder | None:
     """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
-        return Holder.decode(files.read_file(path, _MAX_RECORD_BYTES))
+        return Holder.decode(files.read_file(path))
     except os_error():
         return None
 
@@ -125,7 +124,7 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    if left := Holder.decode(os.pread(file.fileno(), _MAX_RECORD_BYTES, 0)):
+                    if left := Holder.decode(os.pread(file.fileno(), files.MAX_RECORD, 0)):
                         holder = holder._replace(partial=left.partial)
                 self.update(holder)
                 return True
@@ -248,5 +247,5 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
     with ignoring(OSError), files.locked(path, remove=True) as free:
-        if free or (free is None and files.is_idle(path)):
+        if free:
             path.unlink()

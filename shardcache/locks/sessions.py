@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
     for path in _files(layout, ".wait"):
         # An exclusive lock would look like a wait to other processes that list the waits.
         with ignoring(OSError), files.locked(path, shared=True) as free:
-            if free is False and (waiter := read_holder(path)):
+            if not free and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
 
 
@@ -113,11 +112,8 @@ def _live_since(path: Path) -> float | None:
     """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
         with files.locked(path, remove=True) as free:
-            status = path.lstat()
-            if free is None:
-                free = time.time() - status.st_ctime > files.IDLE_GRACE
             if not free:
-                return status.st_mtime
+                return path.lstat().st_mtime
             path.unlink()
     except os_error() as exn:
         if exn.errno not in files.NOT_DATA | files.GONE | {errno.EROFS, errno.EACCES, errno.EPERM}:

@@ -28,7 +28,7 @@ from shardcache import threads
 from shardcache.config import Config, Upstream
 from shardcache.errors import ConfigError, ShardCacheError, ShardNotFoundError, TransferError
 from shardcache.faults import Breaker
-from shardcache.files import random_token
+from shardcache.files import replacing
 from shardcache.origins.aws import needs_s3fs, s3fs_options, with_options
 from shardcache.origins.base import (
     Body,
@@ -290,9 +290,11 @@ class _Upstream:
         sidecar = json.dumps(stated).encode()
         if self._scheme == "file":
             file = copy.local_path
-            _replace(file, partial(shutil.copyfile, data))
-            beside = file.with_name(f"{file.name}{_SIDECAR}")
-            _replace(beside, lambda path: path.write_bytes(sidecar))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as new:
+                shutil.copyfile(data, new)
+            with replacing(file.with_name(f"{file.name}{_SIDECAR}")) as new:
+                new.write_bytes(sidecar)
             return
         import fsspec
 
@@ -301,14 +303,3 @@ class _Upstream:
         path = writer._strip_protocol(copy.raw)
         writer.put_file(os.fspath(data), path)
         writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file, as a whole, by the one that ``write`` writes."""
-    temporary = path.with_name(f".{path.name}.{random_token()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

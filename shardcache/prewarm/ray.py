@@ -25,6 +25,7 @@ from shardcache.origins.listing import expand_braces
 from shardcache.prewarm.plan import Share
 from shardcache.prewarm.results import PrewarmPlan, PrewarmReport, portable
 from shardcache.prewarm.run import JOBS, check_options, prewarm
+from shardcache.urls import absolute
 
 #: Seconds between two checks in the calling process.
 _TICK = 0.2
@@ -101,7 +102,7 @@ def prewarm_nodes(
     expanded = list(dict.fromkeys(url for spec in specs for url in expand_braces(spec)))
     if any("${" in spec for spec in specs):
         specs = expanded  # the nodes may lack these variables
-    file = None if config_file is None else configuration.absolute(config_file)
+    file = None if config_file is None else absolute(config_file)
     arguments = specs, dict(settings or {}), file, options
     stop, reports = stop or threading.Event(), dict[Any, NodeReport]()  # by task
     with _connected() as ray:

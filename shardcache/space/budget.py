@@ -370,7 +370,7 @@ class Space:
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            boot, parts, part, listed = read_json(self.node.usage, _RECORD)
+            boot, parts, part, listed = read_json(self.node.usage)
             if len(parts) == _PARTS and self.node.grace is None:
                 parts = [size if isinstance(size, int) and size >= 0 else None for size in parts]
                 listed = float(listed) if boot == clock.boot_id() else -math.inf
@@ -381,7 +381,7 @@ class Space:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
         if evict is Evict.UNUSED and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                boot, when, most = read_json(self.node.refusal, _RECORD)
+                boot, when, most = read_json(self.node.refusal)
                 age = clock.monotonic() - float(when)
                 if boot == clock.boot_id() and age >= 0:
                     total = (usage or self._read()).total

@@ -35,7 +35,6 @@ SKEW = 3600.0
 #: Seconds after its last use for which a running job keeps a shard. An epoch that takes longer than
 #: a day gains little from a cache, and a job may leave a data set for good while it runs.
 _PROTECTED_FOR = 86_400.0
-_MAX_PIN = 16_384  #: maximum bytes to read of a pin, which holds one URL
 
 
 class Reason(StrEnum):
@@ -184,7 +183,7 @@ def _pins(layout: Layout, keys: Container[str] | None = None) -> Iterator[tuple[
         key = name.removesuffix(".pin")
         if keys is not None and key not in keys:
             continue
-        record = read_json(layout.pin(key), _MAX_PIN)
+        record = read_json(layout.pin(key))
         try:
             until = math.inf if record["until"] is None else float(record["until"])
             yield key, until, str(record["url"])

@@ -24,8 +24,6 @@ from shardcache.urls import parse_url
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-#: Most bytes to read of a sidecar. Most have about 700, and a URL adds a few kilobytes at most.
-MAX_SIDECAR = 64 * 1024
 #: A URL that ends with the name of the data file: parsing takes 12 us, and `ls` of 100,000 shards
 #: needs all names.
 _PLAIN = re.compile(r"[a-z0-9]+://[^?#%]*/([A-Za-z0-9_-][A-Za-z0-9._-]{0,99})")
@@ -139,7 +137,7 @@ def _recorded_name(directory: Path | str) -> str | None:
     """Return the data file's name according to the sidecar or journal; None if neither has it."""
     for name in (META, PROGRESS):
         with ignoring(OSError, ValueError, DamagedError):
-            data = files.read_file(f"{directory}/{name}", MAX_SIDECAR)
+            data = files.read_file(f"{directory}/{name}")
             # In a journal, a header precedes the sidecar.
             return Metadata.decode(data[data.index(b'{"schema"') :].partition(b"\n")[0]).basename
     return None
@@ -152,7 +150,7 @@ def data_lock(
     data: Path | str | None = None,
     shared: bool = False,
     remove: bool = False,
-) -> AbstractContextManager[bool | None]:
+) -> AbstractContextManager[bool]:
     """Lock a data file, by default the directory's, in the body; enter as whether it is free.
 
     With leases, nothing is locked: it is free after ``grace`` seconds without a write or a touch.

@@ -25,7 +25,6 @@ from shardcache.faults import ignoring, os_error
 from shardcache.layout import META, REPLACED, Layout, is_key, parse_entry_name
 from shardcache.store.digest import file_digest
 from shardcache.store.directory import (
-    MAX_SIDECAR,
     DamagedError,
     Metadata,
     data_file,
@@ -84,7 +83,7 @@ class Entry(NamedTuple):
     def metadata(self) -> Metadata:
         """Read the sidecar. Raises OSError if the entry is gone, and DamagedError."""
         try:
-            data = files.read_file(f"{self.directory}/{META}", MAX_SIDECAR)
+            data = files.read_file(f"{self.directory}/{META}")
         except os_error() as exn:
             if isinstance(exn, FileNotFoundError) and files.is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn

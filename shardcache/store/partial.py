@@ -31,7 +31,6 @@ from shardcache.faults import ignoring, os_error
 from shardcache.layout import META, PROGRESS, Layout, is_evicted_name, parse_partial_name
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
-    MAX_SIDECAR,
     DamagedError,
     Metadata,
     data_file,
@@ -77,7 +76,7 @@ def _parse(path: Path, data: bytes) -> tuple[Metadata, int, bool]:
     if len(data) < _HEADER.size:
         raise DamagedError("its progress file is too short")
     magic, records_at, confirmed = _HEADER.unpack_from(data)
-    if magic != _MAGIC or records_at > MAX_SIDECAR:
+    if magic != _MAGIC or records_at > files.MAX_RECORD:
         raise DamagedError("its progress file is of another kind")
     metadata = Metadata.decode(data[_HEADER.size : records_at])
     named = metadata.key, metadata.info.version, metadata.info.size
@@ -111,7 +110,7 @@ class PartialSource:
         with contextlib.ExitStack() as stack:
             self.data = stack.enter_context(files.open_file(path / basename))
             self._journal = stack.enter_context(files.open_file(path / PROGRESS))
-            header = os.pread(self._journal.fileno(), MAX_SIDECAR, 0)
+            header = os.pread(self._journal.fileno(), files.MAX_RECORD, 0)
             metadata, self._records_at, self._confirmed = _parse(path, header)
             self.info = metadata.info
             if not self.info.identifiable:

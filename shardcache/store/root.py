@@ -169,7 +169,7 @@ def remove_root(layout: Layout) -> None:
                 path = Path(directory, name)
                 if is_record_name(name) or is_temporary_name(name):
                     with ignoring(OSError), locked(path, remove=True) as free:
-                        if free is not False:  # otherwise, a job began after the last check
+                        if free:  # otherwise, a job began after the last check
                             path.unlink(missing_ok=True)
             with ignoring(OSError):  # not empty
                 Path(directory).rmdir()

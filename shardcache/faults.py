@@ -60,7 +60,7 @@ def is_local_error(exn: BaseException) -> TypeGuard[OSError]:
     return isinstance(exn, OSError) and exn.errno is not None and not is_own
 
 
-def is_disk_fault(exn: BaseException) -> bool:
+def is_disk_fault(exn: BaseException) -> TypeGuard[OSError]:
     """Return whether an error comes from a failing local disk, and not from an origin."""
     return is_local_error(exn) and exn.errno in DISK_FAULTS
 

@@ -357,7 +357,7 @@ class ProcessCache:
         else:
             download.end(opened)
 
-    def _download(self, download: Download) -> Opened | None:
+    def _download(self, download: Download) -> Opened:
         """Download a shard, return its entry like `Worker.run`, and count its bytes."""
         from shardcache.download.worker import Worker
 
@@ -385,7 +385,7 @@ class ProcessCache:
                 )
             elif failed or download.retries:
                 self.counters.add({"fetches_failed": failed, "retries": download.retries})
-        if opened is not None and is_fetched:
+        if is_fetched:
             if writing.faults:
                 writing.succeeded()
             if any(upstream.write_back for upstream in self.config.upstreams):

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardcache import clock, files, threads
@@ -58,43 +58,14 @@ _FLOCK = struct.Struct("hhqqi4x")
 _RECOUNT = 0.25
 
 
+@dataclass(eq=False, repr=False)
 class PartQueue:
-    """A queue of the parts of one shard that still have to be fetched, by its worker and helpers.
+    """The parts of one shard that still have to be fetched, by its worker and helpers."""
 
-    Helpers call ``fetch`` with a part; it must not raise.
-    """
-
-    def __init__(self, connections: Connections, fetch: Callable[[range], None]) -> None:
-        self.parts: deque[range] = deque()
-        self._fetch: Callable[[range], None] | None = fetch
-        self._helpers = 0  # that fetch a part at the moment
-        self._ended = threading.Condition(connections.lock)
-        self._connections = connections
-
-    def take(self) -> range | None:
-        """Return the next part for the worker, or None if no part is left."""
-        self._connections.hand_out()  # the share of this process may have grown
-        with self._connections.lock:
-            return self.parts.popleft() if self.parts else None
-
-    def lend(self) -> Callable[[], None]:
-        """Return a function that fetches the next part, for a helper. Call with the lock held."""
-        assert self._fetch is not None
-        self._helpers += 1
-        return partial(self._fetch, self.parts.popleft())
-
-    def give_back(self) -> None:
-        """Note that a helper has called its function."""
-        with self._connections.lock:
-            self._helpers -= 1
-            self._ended.notify_all()
-
-    def end(self, seconds: float | None = None) -> None:
-        """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
-        with self._connections.lock:
-            self.parts.clear()
-            self._fetch = None  # breaks the reference cycle between this object and its transfer
-            self._ended.wait_for(lambda: self._helpers == 0, seconds)
+    #: Fetches a part in a helper's thread. It must not raise.
+    fetch: Callable[[range], None] | None
+    parts: deque[range] = field(default_factory=deque)
+    helpers: int = 0  #: that fetch a part at the moment
 
 
 class Connections:
@@ -120,7 +91,8 @@ class Connections:
         self._measured = self._since, 0.0, 0.0  # time, `_used` and `_processor_seconds`
         self._waiting = 0
         self._queues: deque[PartQueue] = deque()
-        self._free = threading.Condition(self.lock)
+        self._free = threading.Condition(self.lock)  # notified if a connection is free
+        self._fetched = threading.Condition(self.lock)  # notified if a helper has fetched a part
 
     @property
     def limit(self) -> int:
@@ -210,6 +182,19 @@ class Connections:
             self._queues.append(work)
         self.hand_out()
 
+    def take(self, work: PartQueue) -> range | None:
+        """Return the next part for the worker of a shard, or None if no part is left."""
+        self.hand_out()  # the share of this process may have grown
+        with self.lock:
+            return work.parts.popleft() if work.parts else None
+
+    def end(self, work: PartQueue, seconds: float | None = None) -> None:
+        """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
+        with self.lock:
+            work.parts.clear()
+            work.fetch = None  # breaks the reference cycle between the queue and its transfer
+            self._fetched.wait_for(lambda: not work.helpers, seconds)
+
     def hand_out(self) -> None:
         """Give a free connection to a waiting worker, or start a helper if no worker waits."""
         with self.lock:
@@ -254,12 +239,16 @@ class Connections:
                 work = None if yields else self._next()
                 if work is None:
                     break
-                fetch = work.lend()
+                fetch, part = work.fetch, work.parts.popleft()
+                work.helpers += 1
             self.hand_out()
             try:
-                fetch()
+                assert fetch is not None
+                fetch(part)
             finally:
-                work.give_back()
+                with self.lock:
+                    work.helpers -= 1
+                    self._fetched.notify_all()
             del work, fetch
         self._release()
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -18,7 +18,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from shardcache import clock, threads
-from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError, ShardCacheError
+from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -85,13 +85,12 @@ class Download:
     _error: BaseException | None = field(default=None, init=False)
     _response: Body | None = field(default=None, init=False)
     _abort: Callable[[FetchCancelledError], None] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        #: The process that made it. A forked child must not use any other member.
-        self.pid = os.getpid()
-        self._lock = self._table.lock
-        # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
-        self._waiters: dict[threads.Queue[None], Callable[[], bool]] = {}
+    # Not a `Condition`: if a signal handler raises in its methods, it keeps or loses the lock.
+    _waiters: dict[threads.Queue[None], Callable[[], bool]] = field(
+        default_factory=dict, init=False
+    )
+    #: The process that made it. A forked child must not use any other member.
+    pid: int = field(default_factory=os.getpid, init=False)
 
     # -- any thread --------------------------------------------------------------
 
@@ -101,7 +100,7 @@ class Download:
         With ``finish``, the download is completed even if all readers leave.
         """
         key, running = self.shard.key, self._table.running
-        with self._lock:
+        with self._table.lock:
             while True:
                 self.check()
                 download = running.setdefault(key, self)
@@ -120,7 +119,7 @@ class Download:
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> float:
         """Block until ``is_over()``, called with the lock held. Return the seconds it took."""
         start, waiter = time.monotonic(), threads.Queue[None]()
-        with self._lock:
+        with self._table.lock:
             if is_over():
                 return 0.0
             self._waiters[waiter] = is_over
@@ -128,39 +127,31 @@ class Download:
             with contextlib.suppress(Empty):
                 waiter.get(timeout=seconds)
         finally:
-            with self._lock:
+            with self._table.lock:
                 del self._waiters[waiter]
         return time.monotonic() - start
 
     def result(self) -> Opened | None:
         """Return another handle of the entry, or raise the error that ended the download.
 
-        Returns None while the download runs, or if it gave way.
+        Returns None while the download runs.
         """
-        with self._lock:
+        with self._table.lock:
             if self._error is not None:
                 raise self._error
             return None if self._opened is None else self._opened.duplicate()
 
     def take_response(self) -> Body | None:
         """Return the open response that `keep` kept, or None. Only one caller gets it."""
-        with self._lock:
+        with self._table.lock:
             response, self._response = self._response, None
             return response
 
     def attend(self) -> bool:
-        """Turn a download ahead into one that a reader waits for.
-
-        Returns False if the reader must open the shard again. It must not if an error of the origin
-        ended the download, which a new download would only repeat.
-        """
-        with self._lock:
+        """Turn a download ahead into one that a reader waits for; return False if it gave way."""
+        with self._table.lock:
             self.is_ahead = False
-            if self.state in (State.WAITING, State.RUNNING):
-                return True
-            if isinstance(self._error, ShardCacheError) and not isinstance(self._error, PASSING):
-                return True
-            return self._opened is not None or self._response is not None
+            return self.state is not State.CANCELLED
 
     def leave(self) -> None:
         """Count one reader less. The garbage collector may call this in any thread.
@@ -168,7 +159,7 @@ class Download:
         The last reader cancels a running download, unless a reader asked to finish it or it is
         almost complete.
         """
-        with self._lock:
+        with self._table.lock:
             self.readers -= 1
             if self.readers:
                 return
@@ -183,7 +174,7 @@ class Download:
 
         The worker ends at its next check. The garbage collector may call this.
         """
-        with self._lock:
+        with self._table.lock:
             if self.state in (State.WAITING, State.RUNNING):
                 self._enter(State.CANCELLED)
             abort = self._abort
@@ -192,7 +183,7 @@ class Download:
 
     def cancel_unless_shared(self) -> None:
         """Cancel the download, unless more than one reader has joined it."""
-        with self._lock:
+        with self._table.lock:
             if self.readers <= 1:
                 self.cancel()
 
@@ -200,27 +191,30 @@ class Download:
 
     def claim(self) -> bool:
         """Make the calling thread the worker; return False if there is or was one."""
-        with self._lock:
+        with self._table.lock:
             was_claimed, self.is_claimed = self.is_claimed or self.ended, True
             return not was_claimed
 
     def waiting(self, partial: Path) -> None:
         """Note that another process downloads the shard into ``partial``."""
-        with self._lock:
+        with self._table.lock:
             if partial != self.partial:
                 self.partial = partial
                 self._enter(State.WAITING)
 
-    def running(self, partial: Partial, *, upstream: bool) -> None:
-        """Note that this process writes ``partial`` from now on."""
-        with self._lock:
+    def running(
+        self, partial: Partial, upstream: bool, abort: Callable[[FetchCancelledError], None]
+    ) -> None:
+        """Note that this process writes ``partial`` from now on. `cancel` will call ``abort``."""
+        with self._table.lock:
+            self._abort = abort
             self.partial, self.size = partial.path, partial.metadata.info.size
             self.written, self.is_upstream, self.outcome = partial.written, upstream, "fetched"
             self._enter(State.RUNNING)
 
     def advanced(self, received: int, partial: Partial | None = None) -> None:
         """Note bytes ``received`` since the last call, and that ``partial`` has more bytes."""
-        with self._lock:
+        with self._table.lock:
             self.received += received
             if partial is not None:
                 self.written = partial.written  # with the lock held, so that it never falls
@@ -235,30 +229,20 @@ class Download:
         self.outcome = outcome
         return opened
 
-    def give_way(self) -> bool:
-        """Cancel the download if it is still ahead of all readers; return whether it was."""
-        with self._lock:
+    def give_way(self) -> None:
+        """Cancel the download if it is still ahead of all readers, and raise like `check`."""
+        with self._table.lock:
             if self.is_ahead:
                 self.cancel()
-            return self.is_ahead
+        self.check()
 
     def keep(self, response: Body) -> None:
         """Keep the origin's first response, for a reader that streams a shard without room."""
-        with self._lock:
+        with self._table.lock:
             for old in (self.take_response(), None if self.readers else response):
                 if old is not None:
                     old.close()
             self._response = response if self.readers else None
-
-    @contextlib.contextmanager
-    def transferring(self, abort: Callable[[FetchCancelledError], None]) -> Iterator[None]:
-        """Let `cancel` call ``abort`` during the body. Raises FetchCancelledError like `check`."""
-        self._abort = abort
-        try:
-            self.check()  # after `_abort` is set, because `cancel` sets the state first
-            yield
-        finally:
-            self._abort = None  # a reference cycle with the transfer would keep the partial open
 
     def check(self) -> None:
         """Raise FetchCancelledError if the download was cancelled."""
@@ -275,8 +259,9 @@ class Download:
 
     def end(self, opened: Opened | None, error: BaseException | None = None) -> bool:
         """Note the entry or the error. Returns False if no reader is left to receive it."""
-        with self._lock:
+        with self._table.lock:
             self._opened, self._error, self.ended = opened, error, True
+            self._abort = None  # it refers to the transfer, which refers to this download
             self._enter(State.FAILED if opened is None else State.DONE)
             has_readers = self.readers > 0
             if not has_readers:

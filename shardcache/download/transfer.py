@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from shardcache import clock, threads
 from shardcache.archive import may_end_early
@@ -26,11 +27,12 @@ from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.download.connections import Connections, PartQueue
 from shardcache.download.download import Download
-from shardcache.errors import IntegrityError, ShardCacheError
+from shardcache.errors import CacheFullError, IntegrityError, ShardCacheError, UnprovenError
 from shardcache.faults import is_local_error
 from shardcache.notices import Notices
 from shardcache.origins.base import (
     Body,
+    Checksum,
     ObjectInfo,
     Origin,
     TransientError,
@@ -39,14 +41,14 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import Retries, RetryPolicy, once
+from shardcache.origins.retry import RetryPolicy, once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.directory import Metadata
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["Resources", "Transfer"]
+__all__ = ["CopyError", "Resources", "Transfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ _FAREWELL = 5.0
 #: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
 #: Blocks of memory for the next parts. To get one from the kernel, which clears it, takes 0.2 ms.
-_spare: deque[bytearray] = deque(maxlen=4)
+_spare: deque[memoryview] = deque(maxlen=4)
 
 
 @dataclass(eq=False, repr=False)
@@ -89,6 +91,10 @@ class Resources:
         self._largest[folder] = max(known, sys.maxsize if size is None else size)
 
 
+class CopyError(MismatchError):
+    """The bytes, at least some of them from an upstream, do not have the digest that it states."""
+
+
 class _FailedError(Exception):
     """Another thread of the same transfer has failed."""
 
@@ -96,93 +102,87 @@ class _FailedError(Exception):
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
-    __slots__ = ("buffer", "complete", "filled", "memory", "next", "position", "shown", "stop")
+    __slots__ = ("buffer", "complete", "filled", "position", "shown", "stop")
 
     def __init__(self, start: int, stop: int | None) -> None:
         self.position = start  # offset of the next byte to receive
-        self.next = start  # offset at which the block in the buffer begins
         self.stop = stop  # None for an object of unknown size
-        self.filled = 0  # bytes of the block that have arrived
+        self.filled = 0  # bytes of the current block, which are in the buffer
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
         try:
-            self.memory = _spare.pop()
+            self.buffer = _spare.pop()
         except IndexError:
-            self.memory = bytearray(BLOCK)
-        self.buffer = memoryview(self.memory)
-
-    def receive(self, response: Body, want: int) -> int:
-        """Receive bytes until ``want`` bytes of the block have arrived; return how many came."""
-        count = response.readinto(self.buffer[self.filled : want])
-        self.filled += count
-        self.position += count
-        return count
-
-    def advance(self) -> None:
-        """Go on to the next block. If the size is unknown, a short block is the last one."""
-        self.next += self.filled
-        self.complete = self.filled < BLOCK if self.stop is None else self.next == self.stop
-        self.filled = 0
-
-    def restart(self) -> None:
-        """Begin again with the first byte of the object."""
-        self.position = self.next = self.filled = self.shown = 0
+            self.buffer = memoryview(bytearray(BLOCK))
 
 
-@dataclass(eq=False, repr=False)
 class Transfer:
-    """Receives one version of an object. Used once, by the thread that made it."""
+    """Receives one version of an object. Used once, by the thread that made it.
 
-    _resources: Resources
-    _download: Download
-    _retries: Retries
-    _origin: Origin
-    #: Whether the shard may find no room. Then the first request asks for the whole shard, so that
-    #: readers can use the response. If there is room, the response is cut off after one part.
-    _may_not_fit: bool
-    is_proven: bool = True  #: by the origin's responses: no bytes are missing
-    may_end_early: bool = False  #: whether an archive may have an end marker amid its members
+    If another process waits for this one, it watches the ``record`` of the key's lock.
+    """
 
-    def __post_init__(self) -> None:
-        self._shard = self._download.shard
-        self._counter = "bytes_upstream" if self._origin.upstream else "bytes_origin"
+    def __init__(
+        self, resources: Resources, download: Download, origin: Origin, record: Path | None
+    ) -> None:
+        self.may_end_early = False  #: whether an archive may have an end marker amid its members
+        self._resources, self._download, self._origin = resources, download, origin
+        self._shard = download.shard
+        # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
+        attempts = 1 if origin.upstream else None
+        self._retries = resources.policy.started(str(self._shard), attempts, record)
+        self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
         self._partial: Partial  # from `receive`, as is `_info`
         self._info: ObjectInfo
         self._first: Body | None = None  # the first response
         self._is_whole = False  # whether the first request asked for the whole object
+        self._is_proven = True  # by the origin's responses: no bytes are missing
         # Whether the origin has stated the checksum, if it ever does.
-        self._is_described = not self._origin.states_checksums
+        self._is_described = not origin.states_checksums
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._describer: threading.Thread | None = None
-        self._queue = PartQueue(self._resources.connections, self._help)
+        self._queue = PartQueue(self._help)
 
-    def take_first(self) -> Body | None:
-        """Return the first response, which the caller must close; None if there is none."""
-        first, self._first = self._first, None
-        return first
+    # -- the worker ----------------------------------------------------------------
 
-    def receive(self, partial: Partial) -> None:
+    def begin(self, *, whole: bool) -> ObjectInfo:
+        """Request the first part, or the ``whole`` object; return the version of the object.
+
+        The response to a request for all of a large object is cut off after one part. Raises
+        UnprovenError if nothing would show that all bytes came.
+        """
+        self._is_whole = whole
+        self._first = self._retries.call(self._request_first, sleep=self._download.sleep)
+        info = self._first.info
+        self._is_described |= self._is_whole  # S3 states the checksum of a whole object
+        self._is_proven = self._first.proven or self._first.stop is not None
+        self._resources.learn_size(self._shard, info.size)
+        self._download.check()
+        self._check_proof(info.checksum)
+        return info
+
+    def receive(self, received: Partial) -> None:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
-        self._partial, self._info = partial, partial.metadata.info
+        self._partial, self._info = received, received.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
         # Or not all bytes are seen.
-        self.may_end_early = partial.written > 0 or self._info.size is None
-        self._download.running(partial, upstream=bool(self._origin.upstream))
+        self.may_end_early = received.written > 0 or self._info.size is None
+        self._download.running(received, bool(self._origin.upstream), self._fail)
         lead = self._queue_parts()
         try:
-            with self._download.transferring(self._fail):
-                if not self._is_described:
-                    # Not a helper, which would first need a connection.
-                    with contextlib.suppress(threads.NoThreadError):  # then without checksum
-                        self._describer = threads.start(self._describe, "shardcache-checksum")
-                if self._queue.parts:
-                    self._resources.connections.offer(self._queue)
-                fd = self._partial.fd  # stays open, because only this thread closes the partial
-                if lead is not None:
-                    self._receive(lead, fd)
-                while self._queue.parts and (part := self._queue.take()) is not None:
-                    self._receive(_Part(part.start, part.stop), fd)
+            self._download.check()  # `_fail` is not called for an earlier `cancel`
+            if not self._is_described:
+                # Not a helper, which would first need a connection.
+                with contextlib.suppress(threads.NoThreadError):  # then without checksum
+                    self._describer = threads.start(self._describe, "shardcache-checksum")
+            if self._queue.parts:
+                self._resources.connections.offer(self._queue)
+            fd = received.fd  # stays open, because only this thread closes the partial
+            if lead is not None:
+                self._receive(lead, fd)
+            while self._queue.parts and (part := self._resources.connections.take(self._queue)):
+                self._receive(_Part(part.start, part.stop), fd)
         except _FailedError:
             logger.debug("%s: another thread failed", self._shard)
         except BaseException as exn:
@@ -191,12 +191,11 @@ class Transfer:
 
     def finish(self) -> Metadata:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
-        with self._download.transferring(self._fail):
-            self._queue.end()
-            end = min(clock.monotonic() + _LAST_RESPONSE, self._retries.end or math.inf)
-            thread = self._describer
-            while thread and thread.is_alive() and not self._error and clock.monotonic() < end:
-                thread.join(0.1)
+        self._resources.connections.end(self._queue)
+        end = min(clock.monotonic() + _LAST_RESPONSE, self._retries.end or math.inf)
+        thread = self._describer
+        while thread and thread.is_alive() and not self._error and clock.monotonic() < end:
+            thread.join(0.1)
         if self._error is not None:
             raise self._error
         received = self._partial
@@ -211,23 +210,34 @@ class Transfer:
                 url=str(self._shard),
             )
         checked = self._checksum and compare(received.fd, self._checksum)
-        digest = tree_digest(b"".join(digests))
+        self._check_proof(checked)
+        digest, stated = tree_digest(b"".join(digests)), received.metadata.digest
+        if stated not in ("", digest):
+            raise CopyError(Checksum("xxh3-128", stated), digest)
         now, boot = clock.time(), boot_id()
         return received.metadata._replace(
             size=size, digest=digest, checked=checked, fetched_at=now, boot=boot
         )
 
     def abandon(self, exn: BaseException, partial: Partial | None) -> None:
-        """End all threads, and close the partial, or discard it if its bytes are useless."""
+        """End all threads, and close the partial, or discard it if its bytes are useless.
+
+        If the shard cannot be stored, a reader streams the first response.
+        """
         self._fail(exn)
-        if (first := self.take_first()) is not None:
-            first.close()
+        self._download.retried(self._retries.retries)  # also those of the first request
+        if (first := self._take_first()) is not None:
+            is_refused = is_local_error(exn) or isinstance(exn, (CacheFullError, UnprovenError))
+            if is_refused and not self._origin.upstream:
+                self._download.keep(first)
+            else:
+                first.close()
         # If an upstream has another version, the origin may still have that of the partial.
         is_useless = isinstance(exn, (MismatchError, IntegrityError)) or (
             isinstance(exn, VersionChangedError) and not self._origin.upstream
         )
         try:
-            self._queue.end(_FAREWELL)
+            self._resources.connections.end(self._queue, _FAREWELL)
         finally:  # release the partial's lock even if the wait is interrupted
             if partial is not None:
                 if is_useless or is_local_error(exn) or not partial.resumable:
@@ -236,26 +246,29 @@ class Transfer:
                     partial.close()
             self._error = None  # breaks a reference cycle through the traceback
 
+    def _check_proof(self, checked: Checksum | str | None) -> None:
+        """Raise UnprovenError if neither the responses nor a checksum show that all bytes came."""
+        if not (self._is_proven or checked):
+            text = "the response has no length and ends with the connection, so it may be "
+            text += "incomplete. Let the server send a Content-Length"
+            raise UnprovenError(f"{self._shard}: {text}.", url=str(self._shard))
+
     # -- parts -------------------------------------------------------------------
 
-    def begin(self) -> ObjectInfo:
-        """Request the first part, and return the version of the object.
+    def _take_first(self) -> Body | None:
+        """Return the first response, which the caller must close; None if there is none."""
+        first, self._first = self._first, None
+        return first
 
-        S3 adds the checksum if the response is for the whole object.
-        """
+    def _request_first(self) -> Body:
         origin, shard, part = self._origin, self._shard, self._resources.connections.part
-        likely = self._resources.likely_size(self._download)
-        self._is_whole = self._may_not_fit or (likely is not None and 0 < likely <= part)
         response = origin.open(shard, 0, None if self._is_whole else part)
         self._resources.connections.answered(response.waited)
         if not response.info.identifiable and response.stop not in (None, response.info.size):
             # Two parts could not be compared, so one response must have all bytes.
             response.close()
             response, self._is_whole = origin.open(shard, 0, None), True
-        self._is_described |= self._is_whole
-        self.is_proven = response.proven or response.stop is not None
-        self._first = response
-        return response.info
+        return response
 
     def _queue_parts(self) -> _Part | None:
         """Queue all missing parts, except the one that the first response delivers; return that."""
@@ -290,13 +303,13 @@ class Transfer:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
             self._retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
-        _spare.append(part.memory)
-        if part.position == 0 and (unused := self.take_first()) is not None:  # an empty object
+        _spare.append(part.buffer)
+        if part.position == 0 and (unused := self._take_first()) is not None:  # an empty object
             unused.close()
 
     def _request_part(self, part: _Part, fd: int) -> None:
         before = part.position
-        response = self.take_first() if before == 0 else None
+        response = self._take_first() if before == 0 else None
         try:
             self._drain(response or self._request(part), part, fd)
         except TransientError as exn:
@@ -304,7 +317,7 @@ class Transfer:
             if not self._info.identifiable:
                 # The next response may be of another version, so all bytes are received again.
                 self._partial.restart()
-                part.restart()
+                part.position = part.filled = part.shown = 0
                 raise
             if not self._retries.forgives(part.position - before):
                 raise
@@ -342,18 +355,21 @@ class Transfer:
             if response.start != part.position:
                 self._check()
                 self._resources.counters.read(skip(response, part.position), self._counter)
-            self.is_proven &= response.proven or part.stop is not None
+            self._is_proven &= response.proven or part.stop is not None
             throttle, begun = self._download.throttle, part.position
             while not part.complete:
                 # After `add`, because `_fail` sets the error first and then aborts the responses.
                 if self._error is not None:
                     raise _FailedError
-                length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - part.next)
-                if part.next == 0:  # receive less, so that readers get the first bytes early
+                at = part.position - part.filled  # offset of the block
+                length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - at)
+                if at == 0:  # receive less, so that readers get the first bytes early
                     want = min(want, part.filled + max(_EARLY, part.filled))
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
-                count = part.receive(response, want)
+                count = response.readinto(part.buffer[part.filled : want])
+                part.filled += count
+                part.position += count
                 self._resources.counters.read(count, self._counter)
                 received += count
                 if part.filled == length or (count == 0 and part.stop is None):
@@ -364,8 +380,13 @@ class Transfer:
                     return  # the response had fewer bytes than the request asked for
                 elif count == 0:
                     raise TransientError("the origin ended early")
-                elif part.next == 0 and part.filled >= part.shown + _EARLY:
-                    self._show(part, fd)
+                elif at == 0 and part.filled >= part.shown + _EARLY and self._info.identifiable:
+                    # A transfer without a version may restart with another one.
+                    self._check()
+                    self._partial.write(0, part.buffer[: part.filled], fd)
+                    self._partial.show(part.filled)
+                    part.shown = part.filled
+                    self._download.advanced(0, self._partial)
                 if self._retries.end is not None and not part.complete:
                     self._retries.check()
                 if throttle is not None and (seconds := throttle.spend(count)):
@@ -378,25 +399,19 @@ class Transfer:
                 self._download.advanced(received)
 
     def _write(self, part: _Part, fd: int) -> None:
-        """Hash, write and record a block, and advance. It may be empty at the end of the object."""
-        if block := part.buffer[: part.filled]:
+        """Hash, write and record a block. It may be empty at the end of the object."""
+        at, block = part.position - part.filled, part.buffer[: part.filled]
+        if block:
             digest = block_digest(block)
-            is_last = part.next + len(block) == self._info.size
+            is_last = part.position == self._info.size
             if not self.may_end_early and may_end_early(block, is_last=is_last):
                 self.may_end_early = True
             self._check()  # after an abort, the buffer may hold other bytes than the object's
-            self._partial.write(part.next, block, fd)
-            self._partial.record(part.next // BLOCK, digest, len(block))
-        part.advance()
-
-    def _show(self, part: _Part, fd: int) -> None:
-        """Let readers see the received bytes of the shard's first block."""
-        # A transfer without a version may restart with another one.
-        if self._info.identifiable and self._error is None:
-            self._partial.write(0, part.buffer[: part.filled], fd)
-            self._partial.show(part.filled)
-            part.shown = part.filled
-            self._download.advanced(0, self._partial)
+            self._partial.write(at, block, fd)
+            self._partial.record(at // BLOCK, digest, len(block))
+        part.filled = 0
+        # If the size is unknown, a short block is the last one.
+        part.complete = len(block) < BLOCK if part.stop is None else part.position == part.stop
 
     # -- the origin's checksum -------------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 docs/design.md shows the steps; each of them gives the right bytes without locks.
 
-A process that waits for the holder of the lock (`_Wait`) never takes the lock away. The holder is
-stale if it has shown no progress for ``stale_after`` seconds.
+A process that waits for the holder of the lock never takes the lock away.
 """
 
 from __future__ import annotations
@@ -21,31 +20,22 @@ from typing import TypeAlias
 from shardcache import clock
 from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
-from shardcache.config import Config, __version__
-from shardcache.download.download import Download
-from shardcache.download.transfer import Resources, Transfer
-from shardcache.errors import (
-    CacheFullError,
-    FetchCancelledError,
-    IntegrityError,
-    LockTimeoutError,
-    ShardCacheError,
-    TransferError,
-    UnprovenError,
-)
+from shardcache.config import __version__
+from shardcache.download.download import PASSING, Download
+from shardcache.download.transfer import CopyError, Resources, Transfer
+from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError, TransferError
 from shardcache.faults import FULL, ignoring, is_local_error, os_error
 from shardcache.files import is_directory, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
-from shardcache.space.budget import Space
 from shardcache.space.eviction import Evict
 from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, is_marked, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
-from shardcache.tiers import Directories
+from shardcache.tiers import Directories, Tier
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
@@ -55,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 #: Downloads per node that ignore the lock of a stale holder, which must not cause a storm.
 _PRIVATE = 2
-#: Downloads per node of shards that no reader needs yet: enough to keep a fast link busy.
-_AHEAD = 16
 #: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
 #: Headers that a download reads if an archive may have an end marker amid its members: some 20 ms.
@@ -71,13 +59,12 @@ _FIRST_POLL, _LAST_POLL = 0.02, 0.25
 _ANNOUNCE_EVERY = 10.0
 #: Seconds after which `shardcache top` shows a wait.
 _NOTE_AFTER = 0.5
-_DAMAGED = "%s: the copy in %s is damaged or was replaced, and is not used"
 
 _Lock: TypeAlias = KeyLock | KeyLease
-
-
-class _UpstreamError(Exception):
-    """An upstream failed, or its copy is damaged. The next source continues at the same byte."""
+#: The record of the holder of a lock, the journal of its partial, and the time of the record.
+_Seen: TypeAlias = tuple[Holder | None, Journal | None, int]
+#: Errors if the bytes of a copy are not those of the object.
+_OTHER_BYTES = VersionChangedError, MismatchError, IntegrityError
 
 
 @dataclass(eq=False, repr=False)
@@ -87,7 +74,7 @@ class Worker:
     failure                        the next attempt                            at most
     the object changed             begins again                                3 times
     the bytes do not match         begins again                                once
-    an upstream failed             uses the next upstream, or the origin       once each
+    an upstream failed             continues from the next one, or the origin  once each
     the partial or entry vanished  begins again                                4 times
     the disk is full               evicts first, or uses the last tier only    once
     the directory vanished         uses the directories that are made again    once
@@ -97,17 +84,16 @@ class Worker:
     _download: Download
     _directories: Directories = field(init=False)  # of the current attempt
     _is_for_last_tier: bool = False  # because the disk was full
-    _counts: Counter[type[BaseException]] = field(default_factory=Counter)
-    _sources: Iterator[Origin] | None = None  # after the current one
-    _source: Origin = field(init=False)  # an upstream, or the origin
-    _space: Space | None = None  # in which room was reserved last
+    _counts: Counter[tuple[str, type]] = field(default_factory=Counter)  # by upstream and error
+    _sources: Iterator[Origin] = field(init=False)  # after the current one
+    _source: Origin | None = None  # the current one: an upstream, or at last the origin
+    _tier: Tier | None = None  # in which the last partial is, or was
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
 
-    def run(self, prepare: Callable[[], Directories]) -> Opened | None:
-        """Return the entry, or None if a download ahead gave way to another process or to readers.
+    def run(self, prepare: Callable[[], Directories]) -> Opened:
+        """Return the entry. ``prepare`` returns the directories for an attempt.
 
-        ``prepare`` returns the directories for an attempt. Raises the errors of `Cache.open` with
-        ``strict``, and FetchCancelledError.
+        Raises the errors of `Cache.open` with ``strict``, and FetchCancelledError.
         """
         while True:
             self._directories = prepare()
@@ -119,12 +105,17 @@ class Worker:
 
     def _recover(self, exn: Exception) -> bool:
         """Prepare the next attempt. Return False if ``exn`` is final; raise what it means."""
-        shard, directories = self._download.shard, self._directories
-        self._counts[type(exn)] += 1
-        count = self._counts[type(exn)]
-        if isinstance(exn, _UpstreamError):
-            assert self._sources is not None
-            self._source = next(self._sources, self._source)  # at last the origin
+        shard, directories, source = self._download.shard, self._directories, self._source
+        upstream = "" if source is None else source.upstream
+        self._counts[upstream, type(exn)] += 1
+        count = self._counts[upstream, type(exn)]
+        if isinstance(exn, _OTHER_BYTES if upstream else CopyError):
+            text = "%s: the copy in %s is damaged or was replaced, and is not used"
+            logger.warning(text, shard, upstream or "an upstream")
+            self._source = next(self._sources, source)
+        elif source and upstream and isinstance(exn, ShardCacheError) and type(exn) not in PASSING:
+            source.failed(exn)
+            self._source = next(self._sources)
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:
                 raise TransferError(
@@ -163,43 +154,28 @@ class Worker:
             if (response := self._download.take_response()) is not None:
                 response.close()
             last = directories.tiers[-1]
-            if self._space in (None, last.space):  # otherwise the last tier may have room
+            if self._tier in (None, last):  # otherwise the last tier may have room
                 last.space.make_room(str(shard), self._download.size or 0)
         else:
             return False
         return True
 
-    def _attempt(self) -> Opened | None:
+    def _attempt(self) -> Opened:
         directories, download = self._directories, self._download
         shard = download.shard
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
-            if download.is_ahead:
-                is_crowded = self._resources.connections.crowded
-                slot = None if is_crowded else directories.slot("ahead", _AHEAD)
-                if slot is not None:
-                    stack.callback(slot.release)
-                elif download.give_way():
-                    return None
+            if download.is_ahead and self._resources.connections.crowded:
+                download.give_way()
             lock = directories.key_lock(shard.key)
             stack.callback(directories.release, lock)
-            wait: _Wait | None = None
-            while not lock.try_acquire(directories.holder()):
-                if download.give_way():
-                    return None
-                if wait is None:
-                    wait = _Wait(download, directories, self._resources.config)
-                    stack.callback(wait.close)
-                if wait.is_stale and (slot := directories.slot("private", _PRIVATE)):
-                    stack.callback(slot.release)
-                    logger.warning("%s: %s; downloading it here, too", shard, wait.describe())
+            if not lock.try_acquire(directories.holder()):
+                found = self._wait(lock)
+                if isinstance(found, Opened):
+                    return download.obtained(found, "coalesced")
+                if found is not None:
+                    stack.callback(found.release)
                     lock = None
-                    break
-                wait.pause()
-                if (opened := directories.lookup(shard, download.outdated)) is not None:
-                    return download.obtained(opened, "coalesced")
-            if wait is not None:
-                wait.close()
             self._earlier = frozenset(path.name for path in directories.versions(shard.key))
             opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
             if opened is not None:
@@ -209,7 +185,7 @@ class Worker:
             if download.source is not None:
                 entry = self._import(download.source)
             else:
-                entry = self._download_entry(lock)
+                entry = self._fetch(lock)
             if download.outdated:
                 version = entry.name.partition("-")[0]
                 if version in download.outdated:
@@ -222,65 +198,113 @@ class Worker:
                 raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
             raise LostError(f"{entry.name} vanished after it was published")
 
-    def _download_entry(self, lock: _Lock | None) -> Path:
+    def _wait(self, lock: _Lock) -> Opened | KeyLock | None:
+        """Wait for the holder of the lock, which downloads the shard, and log the wait.
+
+        Returns the entry, or None once this process has the lock; if the holder has shown no
+        progress for ``stale_after`` seconds, a slot for a download without the lock. Raises
+        LockTimeoutError after ``lock_timeout`` seconds.
+        """
+        download, directories, config = self._download, self._directories, self._resources.config
+        shard, own = download.shard, directories.holder()._replace(url=str(download.shard))
+        start = now = grew = announced = clock.monotonic()
+        poll, seen = _FIRST_POLL, self._read_holder()
+        with contextlib.ExitStack() as stack:
+            while True:
+                download.give_way()
+                is_stale = now - grew >= config.stale_after
+                if is_stale and (slot := directories.slot("private", _PRIVATE)):
+                    text = "%s: %s; downloading it here, too"
+                    logger.warning(text, shard, _describe(seen, now - grew))
+                    return slot
+                download.sleep(poll * clock.randomness.uniform(0.5, 1.0))
+                poll = min(poll * 1.5, _LAST_POLL)
+                before, seen, last = seen, self._read_holder(), now
+                now = clock.monotonic()
+                grew = grew if seen == before else now
+                waited, (holder, journal, _) = now - start, seen
+                if waited >= config.lock_timeout:
+                    raise LockTimeoutError(
+                        f"{shard} was not in the cache after {format_duration(waited)}: "
+                        f"{_describe(seen, now - grew)}. Look at that process, or raise "
+                        "lock_timeout.",
+                        url=str(shard),
+                        holder=holder,
+                        waited=waited,
+                    )
+                if now - announced >= _ANNOUNCE_EVERY:
+                    announced = now
+                    facts = {  # docs/observing.md describes them
+                        "event": "waiting",
+                        "shard": str(shard),
+                        "seconds": waited,
+                        "holder_pid": holder.pid if holder else None,
+                        "holder_host": holder.host if holder else None,
+                        "holder_rank": holder.rank if holder else None,
+                        "written": journal.written if journal else None,
+                        "size": journal.metadata.info.size if journal else None,
+                    }
+                    values = shard, format_duration(waited), _describe(seen, now - grew)
+                    logger.warning("%s: waiting for %s, %s", *values, extra=facts)
+                if last - start < _NOTE_AFTER <= waited:
+                    note = Session(directories.layout, own.started, (shard.key, own))
+                    stack.callback(note.close)
+                if (opened := directories.lookup(shard, download.outdated)) is not None:
+                    return opened
+                if lock.try_acquire(directories.holder()):
+                    return None
+
+    def _read_holder(self) -> _Seen:
+        """Read what the holder of the lock shows of itself, and let readers follow its partial."""
+        layout, touched = self._directories.layout, 0
+        path = layout.holder(self._download.shard.key)
+        with ignoring(OSError):
+            touched = path.lstat().st_mtime_ns
+        holder = read_holder(path)
+        name = holder.partial if holder else None
+        # Another program may have damaged the record.
+        if name is None or parse_partial_name(name) is None:
+            return holder, None, touched
+        paths = [tier.store.layout.partial / name for tier in self._directories.tiers]
+        partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
+        # The kernel of another node may show the journal before the bytes that it describes.
+        if layout.grace is None:
+            self._download.waiting(partial)
+        return holder, read_journal(partial), touched
+
+    def _fetch(self, lock: _Lock | None) -> Path:
         """Download the shard; return its published entry. ``lock`` is None if it is not held."""
         shard, download, resources = self._download.shard, self._download, self._resources
         directories = self._directories
-        if self._sources is None:
+        if self._source is None:
             sources = resources.origins.sources(shard, download.listed)
             # Only the origin has a new version.
             self._sources = iter([resources.origins.of(shard)]) if download.outdated else sources
             self._source = next(self._sources)
-        source = self._source
         partial = None if lock is None else self._resume(lock)
-        digest = source.digest or ""
-        if partial is not None and partial.metadata.digest != digest:
+        if partial is not None and partial.metadata.digest != (self._source.digest or ""):
             # The bytes of the upstream could not be proven together with those of the partial.
-            source = resources.origins.of(shard)
-        # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
+            self._source = resources.origins.of(shard)
+        source = self._source
+        whole = partial is None and self._is_best_whole()
         record = None if lock is None else directories.layout.holder(shard.key)
-        retries = resources.policy.started(str(shard), 1 if source.upstream else None, record)
-        may_not_fit = partial is None and self._may_not_fit()
-        transfer = Transfer(resources, download, retries, source, may_not_fit)
+        transfer = Transfer(resources, download, source, record)
         try:
             with resources.connections.hold(download.check):
                 download.check()
                 if partial is None:
-                    info = retries.call(transfer.begin, sleep=download.sleep)
-                    resources.learn_size(shard, info.size)
-                    download.check()
-                    try:
-                        if not (transfer.is_proven or info.checksum):
-                            raise unproven(shard)
-                        partial = self._begin(info, digest=digest)
-                    except (UnprovenError, os_error()):  # a reader streams this response
-                        if not source.upstream and (response := transfer.take_first()) is not None:
-                            download.keep(response)
-                        raise
-                    size = info.size
+                    info = transfer.begin(whole=whole)
+                    partial = self._reserve(info, digest=source.digest or "")
                     # A partial of one block has no journal, so no process could follow it.
-                    if lock is not None and (size is None or size > BLOCK):
+                    if lock is not None and (info.size is None or info.size > BLOCK):
                         lock.update(directories.holder()._replace(partial=partial.path.name))
                 transfer.receive(partial)
             metadata = transfer.finish()
-            if partial.metadata.digest not in ("", metadata.digest):
-                partial.discard()
-                logger.warning(_DAMAGED, shard, source.upstream or "an upstream")
-                raise _UpstreamError
-            most = _HEADERS if transfer.may_end_early else 0
-            return self._publish(partial, metadata, proven=transfer.is_proven, headers=most)
+            headers = _HEADERS if transfer.may_end_early else 0
+            return self._publish(partial, metadata, headers=headers)
         except BaseException as exn:
-            download.retried(retries.retries)  # also those of the first request
             transfer.abandon(exn, partial)
-            if not source.upstream or isinstance(exn, (FetchCancelledError, CacheFullError)):
-                raise
-            if isinstance(exn, (VersionChangedError, MismatchError, IntegrityError)):
-                logger.warning(_DAMAGED, shard, source.upstream)
-            elif isinstance(exn, ShardCacheError):
-                source.failed(exn)
-            else:
-                raise
-            raise _UpstreamError from exn
+            raise
 
     def _import(self, source: Path) -> Path:
         """Publish a file of this machine as the shard, if it has the bytes of the object."""
@@ -289,7 +313,7 @@ class Worker:
         info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
         if (size := source.stat().st_size) != info.size:
             raise unlike(shard, source, info)
-        partial = self._begin(info, None if self._earlier else source)  # a link keeps its time
+        partial = self._reserve(info, None if self._earlier else source)  # a link keeps its time
         try:
             if partial.linked is None:
                 with open_file(source) as file:
@@ -299,7 +323,7 @@ class Worker:
                 raise unlike(shard, source, info)
             digest = file_digest(partial.fd)
             metadata = partial.metadata._replace(digest=digest, checked=checked)
-            entry = self._publish(partial, metadata, proven=True)
+            entry = self._publish(partial, metadata)
         except BaseException:
             partial.discard()
             raise
@@ -331,16 +355,19 @@ class Worker:
         other.close()
         return opened
 
-    def _may_not_fit(self) -> bool:
-        """Return whether the shard may find no room; CacheFullError if it certainly has none."""
-        size = self._resources.likely_size(self._download) or _USUAL_SIZE
-        tiers = self._directories.tiers
-        refusals = [tier.space.refuses(str(self._download.shard), size) for tier in tiers]
-        if None in refusals:
-            return False
-        if self._download.listed is not None and refusals[-1] is not None:
+    def _is_best_whole(self) -> bool:
+        """Return whether the first request should ask for the whole shard: if it is small, or if it
+        may find no room, so that readers can use the response.
+
+        Raises CacheFullError if there certainly is no room.
+        """
+        download, resources = self._download, self._resources
+        likely, tiers = resources.likely_size(download), self._directories.tiers
+        shard, size = str(download.shard), likely or _USUAL_SIZE
+        refusals = [tier.space.refuses(shard, size) for tier in tiers]
+        if None not in refusals and download.listed is not None and refusals[-1] is not None:
             raise refusals[-1]
-        return True
+        return None not in refusals or 0 < (likely or 0) <= resources.connections.part
 
     def _resume(self, lock: _Lock) -> Partial | None:
         """Take over the partial of a killed holder of the lock; return None if there is none."""
@@ -354,6 +381,7 @@ class Worker:
             partial = Partial.claim(layout, layout.partial / name, shard.basename)
             if partial is None:
                 continue
+            self._tier = tier
             # At once, because all that follows takes time, and the process may end in it.
             lock.update(self._directories.holder()._replace(partial=partial.path.name))
             # Other shards may have taken the room that the dead process had reserved. The claimed
@@ -368,8 +396,9 @@ class Worker:
                 raise
         return None
 
-    def _begin(self, info: ObjectInfo, source: Path | None = None, digest: str = "") -> Partial:
-        """Create a partial, of ``source`` if it can be linked, in a tier (see docs/space.md).
+    def _reserve(self, info: ObjectInfo, source: Path | None = None, digest: str = "") -> Partial:
+        """Reserve room in a tier (see docs/space.md), and create a partial, a link to ``source`` if
+        possible.
 
         The bytes must have the ``digest``, if an upstream states it.
         """
@@ -386,23 +415,19 @@ class Worker:
             tier, evict = choices.pop(0)
             try:
                 with tier.space.reserved(shard, info.size, evict):
-                    self._space = tier.space
+                    self._tier = tier
                     return Partial.create(tier.store.layout, metadata, shard.basename, source)
             except os_error() as exn:  # CacheFullError is a subclass
                 if not choices:
                     raise
                 logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
 
-    def _publish(
-        self, partial: Partial, metadata: Metadata, *, proven: bool, headers: int = _HEADERS
-    ) -> Path:
-        """Check a received shard, publish it, and return its entry."""
+    def _publish(self, partial: Partial, metadata: Metadata, *, headers: int = _HEADERS) -> Path:
+        """Check the archive of a received shard, publish the shard, and return its entry."""
         shard, config = self._download.shard, self._resources.config
         check_archive(partial.fd, shard.basename, str(shard))
         if problem := archive_problem(partial.fd, shard.basename, metadata.size, headers):
             self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
-        if not (proven or metadata.checked):
-            raise unproven(shard)
         if config.validate is not None:
             try:
                 config.validate(partial.data)
@@ -412,7 +437,8 @@ class Worker:
                     "Look at the object, or at the hook.",
                     url=str(shard),
                 ) from exn
-        tier = next(t for t in self._directories.tiers if t.owns(str(partial.path)))
+        assert self._tier is not None
+        tier = self._tier
         is_unknown = metadata.info.size is None  # so the budget was not checked before
         if is_unknown and (refusal := tier.space.refuses(str(shard), metadata.size)):
             raise refusal
@@ -429,12 +455,6 @@ class Worker:
         entry = tier.store.publish(partial, metadata, others, sync=config.fsync == "fsync")
         partial.close()
         return entry
-
-
-def unproven(shard: ShardURL) -> UnprovenError:
-    """Return the error for a response that does not prove that it is complete."""
-    text = "the response has no length and ends with the connection, so it may be incomplete"
-    return UnprovenError(f"{shard}: {text}. Let the server send a Content-Length.", url=str(shard))
 
 
 def unlike(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
@@ -463,98 +483,18 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
                 directories.notices.warn("replaced", text, entry.path)
 
 
-@dataclass(eq=False, repr=False)
-class _Wait:
-    """A wait for the holder of the key's lock, which downloads the shard."""
+def _describe(seen: _Seen, still: float) -> str:
+    """Describe the holder of a lock, how long it has held it, and its progress.
 
-    _download: Download
-    _directories: Directories
-    _config: Config
-
-    def __post_init__(self) -> None:
-        self._shard = self._download.shard
-        self._poll = _FIRST_POLL
-        self._started = self._grew = self._announced = clock.monotonic()
-        self._own = self._directories.holder()._replace(url=str(self._shard))
-        self._note: Session | None = None
-        self._found = self._read_holder()
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the holder has shown no progress for ``stale_after`` seconds."""
-        return clock.monotonic() - self._grew >= self._config.stale_after
-
-    def pause(self) -> None:
-        """Sleep until the next poll. Raises LockTimeoutError after ``lock_timeout`` seconds."""
-        self._download.sleep(self._poll * clock.randomness.uniform(0.5, 1.0))
-        self._poll = min(self._poll * 1.5, _LAST_POLL)
-        now, seen = clock.monotonic(), self._read_holder()
-        if seen != self._found:
-            self._grew, self._found = now, seen
-        waited = now - self._started
-        if waited >= self._config.lock_timeout:
-            raise LockTimeoutError(
-                f"{self._shard} was not in the cache after {format_duration(waited)}: "
-                f"{self.describe()}. Look at that process, or raise lock_timeout.",
-                url=str(self._shard),
-                holder=seen[0],
-                waited=waited,
-            )
-        if now - self._announced >= _ANNOUNCE_EVERY:
-            self._announced = now
-            self._announce(waited)
-        if waited >= _NOTE_AFTER and self._note is None:
-            waits = self._shard.key, self._own
-            self._note = Session(self._directories.layout, self._own.started, waits)
-
-    def close(self) -> None:
-        """Remove the note about the wait."""
-        if self._note is not None:
-            self._note.close()
-
-    def _read_holder(self) -> tuple[Holder | None, Journal | None, int]:
-        """Return the record of the lock's holder, its partial's journal, and the record's time."""
-        path, touched = self._directories.layout.holder(self._shard.key), 0
-        with ignoring(OSError):
-            touched = path.lstat().st_mtime_ns
-        holder = read_holder(path)
-        name = holder.partial if holder else None
-        # Another program may have damaged the record.
-        if name is None or parse_partial_name(name) is None:
-            return holder, None, touched
-        paths = [tier.store.layout.partial / name for tier in self._directories.tiers]
-        partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
-        # The kernel of another node may show the journal before the bytes that it describes.
-        if self._directories.layout.grace is None:
-            self._download.waiting(partial)
-        return holder, read_journal(partial), touched
-
-    def _announce(self, waited: float) -> None:
-        """Log the wait. docs/observing.md describes the fields."""
-        holder, progress, _ = self._found
-        facts = {
-            "event": "waiting",
-            "shard": str(self._shard),
-            "seconds": waited,
-            "holder_pid": holder.pid if holder else None,
-            "holder_host": holder.host if holder else None,
-            "holder_rank": holder.rank if holder else None,
-            "written": progress.written if progress else None,
-            "size": progress.metadata.info.size if progress else None,
-        }
-        text = "%s: waiting for %s, %s"
-        logger.warning(text, self._shard, format_duration(waited), self.describe(), extra=facts)
-
-    def describe(self) -> str:
-        """Describe the holder of the lock, how long it has held it, and its progress."""
-        holder, progress, _ = self._found
-        if holder is None:
-            return "its lock is held by a process that left no record"
-        age = format_duration(max(0.0, clock.time() - holder.started))
-        text = f"{holder} has been downloading it for {age}"
-        if progress is not None and (size := progress.metadata.info.size):
-            text += f", {min(1.0, progress.written / size):.0%} of {format_bytes(size)} done"
-        still = clock.monotonic() - self._grew
-        if still >= _ANNOUNCE_EVERY:
-            text += f", no progress for {format_duration(still)}"
-        return text
+    ``still`` is the number of seconds without progress.
+    """
+    holder, journal, _ = seen
+    if holder is None:
+        return "its lock is held by a process that left no record"
+    age = format_duration(max(0.0, clock.time() - holder.started))
+    text = f"{holder} has been downloading it for {age}"
+    if journal is not None and (size := journal.metadata.info.size):
+        text += f", {min(1.0, journal.written / size):.0%} of {format_bytes(size)} done"
+    if still >= _ANNOUNCE_EVERY:
+        text += f", no progress for {format_duration(still)}"
+    return text

@@ -77,10 +77,10 @@ class Lookahead:
         """Take the next item, and with ``download`` start its download. Return False at the end."""
         try:
             item = next(self._data)
+        except StopIteration:
+            return False
         except Exception as exn:  # noqa: BLE001 - raised after the preceding items
-            if not isinstance(exn, StopIteration):
-                self._error = exn
-            self._data = iter(())
+            self._error, self._data = exn, iter(())
             return False
         cache, reader = self._cache, None
         if download:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -41,10 +40,10 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from shardcache.process import ProcessCache
-    from shardcache.store.entry import Entry
     from shardcache.urls import ShardURL
 
     Reader: TypeAlias = "Opened | DownloadReader | OriginReader"
+    Version: TypeAlias = tuple[str, int | None]  # of an object, and its size
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +54,6 @@ _FOREIGN_POLL = 0.005
 _OWN_POLL = 0.25
 
 
-@dataclass(eq=False, repr=False)
 class DownloadReader:
     """Reads a shard while this process or another one downloads it.
 
@@ -63,38 +61,33 @@ class DownloadReader:
     verified by then. ``finish`` and ``ahead`` are as for `ProcessCache.start_download`.
     """
 
-    _cache: ProcessCache
-    _shard: ShardURL
-    finish: bool = False
-    ahead: InitVar[bool] = False
     path = None
-    waited = 0.0  #: seconds
 
-    def __post_init__(self, ahead: bool) -> None:
+    def __init__(
+        self, cache: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
+    ) -> None:
+        self.waited = 0.0  #: seconds
+        self._cache, self._shard, self._finish = cache, shard, finish
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: PartialSource | None = None
         self._read = 0  # offset after the last byte that was read
         self._limit = 0  # the watermark: offset after the last byte that may be read
-        self._download: Download | None
-        self._download, self._has_started = self._cache.start_download(
-            self._shard, finish=self.finish, ahead=ahead
-        )
+        self._download, self._has_started = cache.start_download(shard, finish=finish, ahead=ahead)
 
     def attend(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
-        download = self._download
-        return download is None or download.pid != os.getpid() or download.attend()
+        return self._download.pid != os.getpid() or self._download.attend()
 
     @property
     def outcome(self) -> str:
         """How the shard is obtained; "coalesced" if another reader started the download."""
-        download = self._download
-        return "coalesced" if download is None or not self._has_started else download.outcome
+        return self._download.outcome if self._has_started else "coalesced"
 
     @property
-    def info(self) -> ObjectInfo | None:
-        """The version of the object, or None until there is a partial."""
-        return None if self._partial is None else self._partial.info
+    def version(self) -> Version | None:
+        """The version of the object and its size, or None until there is a partial."""
+        partial = self._partial
+        return None if partial is None else (partial.info.version, partial.info.size)
 
     @property
     def size(self) -> int | None:
@@ -103,10 +96,8 @@ class DownloadReader:
 
     def take_response(self) -> Body | None:
         """Return the origin's open response for a shard without room, or None if there is none."""
-        download = self._download
-        if download is None or download.pid != os.getpid():  # the connection is the parent's
-            return None
-        return download.take_response()
+        is_own = self._download.pid == os.getpid()  # otherwise, the connection is the parent's
+        return self._download.take_response() if is_own else None
 
     def wait(self, *, whole: bool) -> bool:
         """Wait for a partial or, with ``whole``, for the end; return whether the download ended."""
@@ -133,13 +124,8 @@ class DownloadReader:
         Raises the error that ended the download, or if the entry has other bytes than were read.
         """
         download = self._joined()
-        # Read these before the checks below, so that nothing is missed: a later change ends the
-        # wait, and if the download ends later, the next call notices it.
-        changes, has_ended = download.changes, download.ended
+        changes = download.changes  # before the checks below: a later change ends the wait
         opened = download.result()
-        if opened is None and has_ended:  # it was ahead and gave way, so join a new download
-            self._leave()
-            return None
         is_own = download.state is not State.WAITING
         if opened is None and self._partial is not None and self._partial.sealed and not is_own:
             opened = self._cache.lookup(self._shard)
@@ -151,11 +137,10 @@ class DownloadReader:
         return opened
 
     def _joined(self) -> Download:
-        """Return the download. In a forked child, or after it gave way, join a new one first."""
-        if self._download is None or self._download.pid != os.getpid():
-            self._download, has_started = self._cache.start_download(
-                self._shard, finish=self.finish
-            )
+        """Return the download. A forked child joins one of its own first."""
+        if self._download.pid != os.getpid():
+            cache, finish = self._cache, self._finish
+            self._download, has_started = cache.start_download(self._shard, finish=finish)
             self._has_started |= has_started
         return self._download
 
@@ -210,58 +195,59 @@ class DownloadReader:
             opened.close()
             raise
 
-    def _leave(self) -> None:
-        download, self._download = self._download, None
-        if download is not None and download.pid == os.getpid():
-            download.leave()
-
     def close(self) -> None:
         """Leave the download and close the partial. The garbage collector may call this."""
         if self._partial is not None:
             self._partial.close()
-        self._leave()
+        # A forked child must not even refer to the parent's download, which has open files.
+        download: Download | None = vars(self).pop("_download", None)
+        if download is not None and download.pid == os.getpid():
+            download.leave()
 
 
-@dataclass(eq=False, repr=False)
 class OriginReader:
     """Reads one version of a shard from an upstream or its origin, bypassing the cache.
 
     Requests are retried as in a download, so an error is final. After a failure of an upstream, the
     next source continues at the same byte, if it has the same version. So does a forked child, over
     a connection of its own.
+
+    Args:
+        position: offset of the first byte to read.
+        version: the version to insist on.
+        response: an open response of the origin that begins with the first byte of the shard.
     """
 
-    _cache: ProcessCache
-    _shard: ShardURL
-    _position: int = 0  # offset of the next byte
-    info: InitVar[ObjectInfo | None] = None  #: the version to insist on
-    stored: InitVar[Entry | None] = None  #: an entry of the version to insist on
-    #: An open response of the origin that begins with the first byte of the shard.
-    response: InitVar[Body | None] = None
     path = None
 
-    def __post_init__(
-        self, info: ObjectInfo | None, stored: Entry | None, response: Body | None
+    def __init__(
+        self,
+        cache: ProcessCache,
+        shard: ShardURL,
+        position: int = 0,
+        *,
+        version: Version | None = None,
+        response: Body | None = None,
     ) -> None:
-        self._info = info  # the version that is read, once it is known
-        self._version = info and info.version  # to insist on, because bytes or the size were told
-        self._size: int | None = None  # bytes of the shard, once known
-        if stored is not None:
-            self._version, self._size = stored.version, stored.size
+        self._cache, self._shard = cache, shard
+        self._position = position  # offset of the next byte
+        # The version to insist on, because bytes or the size were told, and the size, once known.
+        self._version: str | None = version and version[0]
+        self._size: int | None = version and version[1]
+        self._info: ObjectInfo | None = None  # of the version that is read, once it is known
         # The digest that an upstream states, and that of the bytes so far.
         self._proof: tuple[str, TreeDigest] | None = None
         self._body: Body | None = None
         if response is None:
-            self._find_sources()
+            self._find_sources(cache.origins.sources(shard))
             self._body = self._call(self._open)
         else:
-            self._find_sources(iter([self._cache.origins.of(self._shard)]))
+            self._find_sources(iter([cache.origins.of(shard)]))
             self._body, self._info, self._size = response, response.info, response.info.size
         self._read_at = clock.monotonic()
 
-    def _find_sources(self, sources: Iterator[Origin] | None = None) -> None:
-        self._pid = os.getpid()
-        self._sources = sources or self._cache.origins.sources(self._shard)
+    def _find_sources(self, sources: Iterator[Origin]) -> None:
+        self._pid, self._sources = os.getpid(), sources
         self._use_next_source()
 
     def _use_next_source(self) -> None:
@@ -294,7 +280,7 @@ class OriginReader:
                 "origin names no version. Open it in the forked process.",
                 url=str(self._shard),
             )
-        self._find_sources()
+        self._find_sources(self._cache.origins.sources(self._shard))
 
     def _call(self, function: Callable[[], T]) -> T:
         """Call ``function`` for one source after the other, until it succeeds."""
@@ -322,7 +308,10 @@ class OriginReader:
         if position != self._position:
             self.close()
             self._position = position
-        if not view or self._has_ended():
+        if self._size is not None and position >= self._size:
+            self.close()
+            return 0
+        if not view:
             return 0
         # Time that the caller spent between two reads does not count towards the deadline.
         self._retries.extend(clock.monotonic() - self._read_at)
@@ -334,7 +323,8 @@ class OriginReader:
             self._prove(view[:count], *self._proof)
         self._version = self._version or self._info.version
         self._cache.counters.read(count, self._counter)
-        self._has_ended()
+        if self._position == self._size:
+            self.close()  # so that the connection is free before the stream is closed
         self._read_at = clock.monotonic()
         return count
 
@@ -351,28 +341,11 @@ class OriginReader:
                 url=str(self._shard),
             )
 
-    def _has_ended(self) -> bool:
-        """Return whether the end is reached. If so, release the connection before `close`."""
-        has_ended = self._size is not None and self._position >= self._size
-        if has_ended:
-            self.close()
-        return has_ended
-
     def _receive(self, view: memoryview) -> int:
-        """Receive bytes. Compare the version of the object before the last ones are delivered."""
-        start, count = self._position, self._receive_some(view)
-        try:
-            if not self._origin.conditional and (count == 0 or self._position == self._size):
-                assert self._info is not None
-                compare_version(self._origin, self._shard, self._info)
-        except BaseException:
-            self.close()
-            self._position = start
-            raise
-        return count
+        """Receive bytes, and move the position. After a failure, receive `PROGRESS` or fail.
 
-    def _receive_some(self, view: memoryview) -> int:
-        """Receive bytes, and move the position. After a failure, receive `PROGRESS` or fail."""
+        Compares the version of the object before its last bytes are delivered.
+        """
         least = min(len(view), PROGRESS) if self._has_failed else 1
         if self._body is not None and self._position == self._body.stop:
             self.close()  # the response was limited to a part, so request the rest
@@ -384,9 +357,12 @@ class OriginReader:
             count = 0
             while count < least and (more := body.readinto(view[count:])):
                 count += more
-            is_end = self._size is None or self._position + count in (self._size, body.stop)
-            if count < least and not is_end:
+            end = self._position + count
+            if count < least and self._size is not None and end not in (self._size, body.stop):
                 raise TransientError("the origin ended early")
+            if not self._origin.conditional and (count == 0 or end == self._size):
+                assert self._info is not None
+                compare_version(self._origin, self._shard, self._info)
             self._retries.check()
         except BaseException as exn:
             if body is not None:
@@ -394,9 +370,9 @@ class OriginReader:
             self._has_failed = isinstance(exn, TransientError)
             if self._has_failed and self._retries.forgives(self._received):
                 self._received = 0
-                return self._receive_some(view)
+                return self._receive(view)
             raise
-        self._position += count
+        self._position = end
         self._body, self._received, self._has_failed = body, self._received + count, False
         return count
 

@@ -62,7 +62,7 @@ from shardcache.urls import ShardURL, advise_scheme, unexpanded
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-    from shardcache.reading.readers import Reader
+    from shardcache.reading.readers import Reader, Version
 
 logger = logging.getLogger(__name__)
 
@@ -186,24 +186,20 @@ def _bypass(
     fault: Exception,
     failed: DownloadReader | None = None,
     position: int = 0,
-    *,
-    fixed: bool = False,
+    version: Version | None = None,
 ) -> OriginReader:
     """Return a reader that bypasses the cache after a fault, and count and log the fault.
 
-    With ``fixed``, the version must be that of ``failed``. Raises ``fault`` with ``strict`` or if
-    it is an error of the origin.
+    Raises ``fault`` with ``strict`` or if it is an error of the origin.
     """
     counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
     counts = {} if counter is None else {counter: 1}
     try:
         _warn(cache, shard, fault)
-        info = response = None
-        if failed is not None and fixed:
-            info = failed.info
-        elif failed is not None and position == 0:
+        response = None
+        if failed is not None and position == 0 and version is None:
             response = failed.take_response()
-        reader = OriginReader(cache, shard, position, info=info, response=response)
+        reader = OriginReader(cache, shard, position, version=version, response=response)
     except Exception as exn:
         cache.counters.add({"failed": 1, **counts})
         number = getattr(fault, "errno", None)
@@ -235,13 +231,7 @@ def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
         raise fault
     text = "%s is streamed, not cached: %s"
     facts = {"event": "streamed", "shard": str(shard), "reason": kind}
-    if isinstance(fault, (PausedError, UnusableError)):  # logged before
-        logger.info(text, shard, reason, extra=facts)
-    elif not isinstance(fault, CacheFullError):
-        cache.notices.warn(kind, text, shard, reason, extra=facts)
-    elif not cache.notices.is_new("full"):
-        logger.info(text, shard, reason, extra=facts)
-    else:
+    if isinstance(fault, CacheFullError) and cache.notices.is_new("full"):
         config = cache.config
         most = "" if config.max_size is None else f"max_size {config.max_size}, "
         logger.warning(
@@ -251,6 +241,10 @@ def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
             *(config.dir, most, config.min_free, shard),
             extra=facts,
         )
+    elif isinstance(fault, (CacheFullError, PausedError, UnusableError)):  # logged before
+        logger.info(text, shard, reason, extra=facts)
+    else:
+        cache.notices.warn(kind, text, shard, reason, extra=facts)
 
 
 class ShardStream(io.RawIOBase):
@@ -386,20 +380,19 @@ class ShardStream(io.RawIOBase):
 
     def _replace(self, fault: ShardCacheError | OSError) -> None:
         """Continue with the reader that replaces the failed one. Raises if there is none."""
+        failed, cache, shard = self._reader, self._cache, self._shard
         try:
-            self._use(self._replacement(fault))
+            if isinstance(failed, Opened) and is_disk_fault(fault):
+                self._use(self._replace_entry(failed, fault))
+            elif isinstance(failed, DownloadReader):
+                version = failed.version if self._version_fixed else None
+                self._use(_bypass(cache, shard, fault, failed, self._position, version))
+            else:
+                raise fault  # nothing can replace the origin
         except (ShardCacheError, os_error()) as exn:
             self._error = exn
             self._reader.close()
             raise
-
-    def _replacement(self, fault: ShardCacheError | OSError) -> Reader:
-        cache, shard, failed, position = self._cache, self._shard, self._reader, self._position
-        if isinstance(failed, Opened) and is_local_error(fault) and is_disk_fault(fault):
-            return self._replace_entry(failed, fault)
-        if isinstance(failed, DownloadReader):
-            return _bypass(cache, shard, fault, failed, position, fixed=self._version_fixed)
-        raise fault  # nothing can replace the origin
 
     def _replace_entry(self, opened: Opened, fault: OSError) -> Reader:
         """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
@@ -424,8 +417,8 @@ class ShardStream(io.RawIOBase):
         text = "%s cannot be read at byte %d of %s (%s); the rest is streamed"
         facts = shard, self._position, opened.path, fault.strerror
         cache.notices.warn(fault_kind(fault), text, *facts)
-        stored = entry if self._version_fixed else None
-        return OriginReader(cache, shard, self._position, stored=stored)
+        version = (entry.version, entry.size) if self._version_fixed else None
+        return OriginReader(cache, shard, self._position, version=version)
 
     def _use(self, reader: Reader) -> None:
         failed, self._reader = self._reader, reader

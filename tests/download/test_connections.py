@@ -10,15 +10,7 @@ import pytest
 from shardcache import Cache
 from shardcache.download.connections import Downloaders
 from tests.support.caches import read, unfinished
-from tests.support.storetools import (
-    BLOCK,
-    PATIENCE,
-    crowd,
-    descriptors,
-    no_thread,
-    payload,
-    wait_until,
-)
+from tests.support.storetools import BLOCK, PATIENCE, crowd, descriptors, payload, wait_until
 from tests.support.webservers import Scripted, part_of, running
 
 NODE, PROCESS, FEW = 64, 32, 2  # limits of connections
@@ -135,20 +127,6 @@ def test_a_waiting_download_starts_when_connections_are_free(cache, origin):
         assert second.result(PATIENCE) == origin.objects[URLS[1]]
         assert not first.done()
     assert first.result() == origin.objects[URLS[0]]
-
-
-def test_a_download_that_waits_for_a_connection_can_be_cancelled(make_cache, cache, origin):
-    one, held, stop = make_cache(connections=1), origin.hold(0), threading.Event()
-    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as end:
-        end.callback(held.set)
-        reading = pool.submit(read, one, URLS[0])
-        wait_until(lambda: origin.requests)
-        prewarm = pool.submit(one.prewarm, URLS[1], stop=stop)
-        wait_until(lambda: one.process.resources.connections._waiting)
-        stop.set()
-        assert prewarm.result(PATIENCE).not_started == 1
-        no_thread("-prewarm")
-    assert reading.result() == origin.objects[URLS[0]]
 
 
 @pytest.mark.parametrize(("count", "ahead"), [(0, 3), (NODE, 0)])

@@ -217,20 +217,6 @@ def test_a_full_disk_makes_room_once_then_streams(make_cache, origin, monkeypatc
             stream.read()
 
 
-@pytest.mark.parametrize(
-    ("isolation", "removed"), [("node", ""), ("node", "v1/locks"), ("rank", "v1/ranks")]
-)
-@pytest.mark.locks_work("answers")
-def test_a_cache_whose_directories_vanish_is_made_again(make_cache, origin, isolation, removed):
-    cache = make_cache(isolation=isolation)
-    cache.fetch(URL)
-    cache.remove(URL)
-    shutil.rmtree(cache.dir / removed)
-    assert read(cache) == DATA
-    assert URL in cache
-    assert origin.fetches == 2
-
-
 def test_a_download_whose_partial_vanishes_starts_over(make_cache, origin):
     cache = make_cache(connections=1)
     more, partial = origin.hold(2 * BLOCK), layout(cache).partial

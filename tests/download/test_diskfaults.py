@@ -164,10 +164,17 @@ def test_a_ram_disk_that_goes_away_is_used_again(make_cache, origin, ram, caplog
             assert list(sessions.glob("*.session")) == []
 
 
-@pytest.mark.parametrize("part", ["v1/objects", "v1/partial", "v1/sessions", "v1/*", "*"])
-def test_each_process_makes_deleted_directories_and_its_session_again(make_cache, origin, part):
+PARTS = ["v1/objects", "v1/partial", "v1/sessions", "v1/locks", "v1/*", "*"]
+
+
+@pytest.mark.parametrize(
+    ("part", "isolation"), [*((part, "node") for part in PARTS), ("v1/ranks", "rank")]
+)
+def test_each_process_makes_deleted_directories_and_its_session_again(
+    make_cache, origin, part, isolation
+):
     urls = shards(origin, 5)
-    with make_cache() as one, make_cache() as two:
+    with make_cache(isolation=isolation) as one, make_cache(isolation=isolation) as two:
         assert read(one, urls[0], origin) and read(two, urls[0], origin)
         for path in one.dir.glob(part):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -35,24 +35,17 @@ PARTS = 5
 
 
 class Lab:
-    """A proxy before the server, a bucket, a cache, and all versions stored under each key."""
+    """A proxy before the server, a bucket with one object, a cache, and all stored versions."""
 
     def __init__(self, s3, proxy, bucket, path):
         self.s3, self.proxy, self.bucket, self.path = s3, proxy, bucket, path
-        self.stored: dict[str, list[bytes]] = {}
+        self.object, self.url = f"{bucket}/a.tar", f"s3://{bucket}/a.tar"
+        self.stored: list[bytes] = []
         self.caches: list[Cache] = []
 
-    def put(self, key="a.tar", version=1, size=SIZE):
-        data = labelled_tar(key, version, size)
-        self.s3.put(self.bucket, key, data)
-        self.stored.setdefault(key, []).append(data)
-        return self.url(key)
-
-    def url(self, key="a.tar"):
-        return f"s3://{self.bucket}/{key}"
-
-    def path_of(self, key="a.tar"):
-        return f"{self.bucket}/{key}"
+    def put(self, version=1, size=SIZE):
+        self.stored.append(labelled_tar("a.tar", version, size))
+        self.s3.put(self.bucket, "a.tar", self.stored[-1])
 
     def cache(self, **options):
         defaults = {"min_free": 0, "attempts": 3, "timeout": 20, "part_size": MIB, "connections": 4}
@@ -62,13 +55,13 @@ class Lab:
         self.caches.append(cache)
         return cache
 
-    def gets(self, key="a.tar"):
-        return len(self.proxy.of(self.path_of(key)))
+    def gets(self):
+        return len(self.proxy.of(self.object))
 
-    def expect(self, cache, key="a.tar", version=1, size=SIZE):
+    def expect(self, cache, version=1, size=SIZE):
         """Assert that a read returns exactly this version."""
-        with cache.open(self.url(key)) as stream:
-            assert not difference(stream.read(), labelled_tar(key, version, size))
+        with cache.open(self.url) as stream:
+            assert not difference(stream.read(), labelled_tar("a.tar", version, size))
 
     def audit(self):
         """Assert that no wrong entry, wrong partial, file or connection remains."""
@@ -77,17 +70,16 @@ class Lab:
         self.proxy.script()
         with Cache(self.path, min_free=0) as reader:
             assert {finding.state for finding in reader.verify()} <= {"ok"}
-            for key in self.stored:
-                with reader.open(self.url(key)) as stream:
-                    self.expect_any(key, stream.read())
+            with reader.open(self.url) as stream:
+                self.expect_any(stream.read())
         del reader, stream  # closes the connections
         assert not [each for each in descriptors() if f" {self.path}" in each]
         wait_until(lambda: gc.collect() >= 0 and not self.proxy.clients)
 
-    def expect_any(self, key, found, context=""):
+    def expect_any(self, found, context=""):
         """Assert that these are the bytes of one version."""
-        wrong = [difference(found, data) for data in self.stored[key]]
-        assert "" in wrong, f"{context}: {key} is none of {len(wrong)} versions: {wrong}"
+        wrong = [difference(found, data) for data in self.stored]
+        assert "" in wrong, f"{context}: none of {len(wrong)} versions: {wrong}"
 
     def join(self):
         wait_until(lambda: not any(map(unfinished, self.caches)))
@@ -112,10 +104,10 @@ def lab(s3, bucket, proxy, s3_environment, tmp_path):
         gc.unfreeze()
 
 
-def message(error, lab, url):
+def message(error, lab):
     """Return the message. Assert that it names the shard and a remedy, and contains no secret."""
     text = str(error.value)
-    assert url in text
+    assert lab.url in text
     remedies = r"\b(check|set|wait|look|log in|restore|synchronise|again)\b"
     assert re.search(remedies, text, re.I), text
     assert "\n" not in text and len(text) < 600 and text.rstrip().endswith(".")
@@ -222,7 +214,7 @@ def test_an_origin_that_lacks_a_feature(lab, claim):
     lab.expect(cache := lab.cache())
     (entry,) = cache.entries()
     assert fault.answer is None or entry.metadata().checked is None
-    found = [request.range for request in lab.proxy.of(lab.path_of())]
+    found = [request.range for request in lab.proxy.of(lab.object)]
     assert sorted(found, key=str) == sorted(ranges, key=str)
 
 
@@ -250,8 +242,8 @@ def test_an_object_that_keeps_changing_is_an_error(lab):
     put = Fault(before=lambda: lab.put(version=next(versions)))
     lab.proxy.script(Rule(put, start=2 * MIB, times=None))
     with pytest.raises(TransferError, match="changed 4 times") as caught:
-        lab.cache().open(lab.url())
-    message(caught, lab, lab.url())
+        lab.cache().open(lab.url)
+    message(caught, lab)
     assert lab.gets() <= 4 * PARTS
 
 
@@ -275,10 +267,10 @@ def test_a_persistent_fault_ends_after_the_attempts(lab, claim):
     fault, options, text, requests = PERSISTENT[claim]
     lab.proxy.script(Rule(fault, times=None))
     with pytest.raises(TransferError, match=text) as caught:
-        lab.cache(**{"attempts": 4, **options}).open(lab.url())
+        lab.cache(**{"attempts": 4, **options}).open(lab.url)
     assert isinstance(caught.value, TransferTimeoutError) == bool(options)
     assert options or "4 attempts failed" in str(caught.value)
-    message(caught, lab, lab.url())
+    message(caught, lab)
     assert lab.gets() <= requests
 
 
@@ -299,8 +291,8 @@ def test_a_permanent_refusal_is_not_repeated(lab, claim):
     response, kind, text, requests = PERMANENT[claim]
     lab.proxy.script(Rule(Fault(answer=response), method=None, times=None))
     with pytest.raises(kind, match=text) as caught:
-        lab.cache().open(lab.url())
-    message(caught, lab, lab.url())
+        lab.cache().open(lab.url)
+    message(caught, lab)
     assert len(lab.proxy.requests()) == requests
     assert os.listdir(lab.path / "v1/partial") == []
 
@@ -308,7 +300,7 @@ def test_a_permanent_refusal_is_not_repeated(lab, claim):
 def test_an_attempt_of_a_prewarm_is_one_request(lab):
     """Neither the SDK nor its pool nor a layer above adds retries of its own."""
     lab.proxy.script(Rule(Fault(answer=page(500, "InternalError")), times=None))
-    (error,) = lab.cache(connections=1).prewarm(lab.url(), jobs=4).failures.values()
+    (error,) = lab.cache(connections=1).prewarm(lab.url, jobs=4).failures.values()
     assert "3 attempts failed" in str(error) and lab.gets() == 3
 
 
@@ -329,7 +321,7 @@ def test_expired_credentials_are_renewed_once(lab, serve, monkeypatch, s3):
 
 @pytest.mark.parametrize("size", [SIZE + 4096, SIZE - MIB, SIZE], ids=["longer", "shorter", "same"])
 def test_a_prewarm_reads_the_new_version_of_a_shard_replaced_after_the_listing(lab, size):
-    put = Rule(Fault(before=lambda: lab.put(version=2, size=size)), path=lab.path_of())
+    put = Rule(Fault(before=lambda: lab.put(version=2, size=size)), path=lab.object)
     lab.proxy.script(put)
     report = lab.cache().prewarm(f"s3://{lab.bucket}/a.t*")
     assert (put.fired, report.fetched, report.failed) == (1, 1, 0)
@@ -340,8 +332,8 @@ def test_a_prewarm_reads_the_new_version_of_a_shard_replaced_after_the_listing(l
 @pytest.mark.parametrize("place", ["nowhere.invalid:9", "127.0.0.1:9"])
 def test_the_error_names_an_endpoint_that_does_not_respond(lab, place):
     with pytest.raises(TransferError, match=re.escape(place)) as caught:
-        lab.cache(endpoint_url=f"http://{place}", attempts=2).open(lab.url())
-    assert "2 attempts failed" in message(caught, lab, lab.url())
+        lab.cache(endpoint_url=f"http://{place}", attempts=2).open(lab.url)
+    assert "2 attempts failed" in message(caught, lab)
 
 
 def random_rule(rng, lab):
@@ -370,16 +362,16 @@ def test_after_random_faults_the_bytes_are_right_or_there_is_an_error(lab, fill,
         lab.proxy.script(*rules)
         context = f"seed {seed}: {', '.join(map(str, rules))}"
         try:
-            with reader.open(lab.url()) as stream:
+            with reader.open(lab.url) as stream:
                 found = stream.read()
-            lab.expect_any("a.tar", found, context)
+            lab.expect_any(found, context)
         except ShardCacheError as exn:
             assert str(exn), context
         lab.join()
         assert len(lab.proxy.requests()) <= 4 * (PARTS + 3 * 5), context
-        cache.remove(lab.url())
+        cache.remove(lab.url)
         lab.proxy.script()
         lab.put(version=9)
         lab.expect(cache, version=9)  # without faults
         lab.join()
-        cache.remove(lab.url())
+        cache.remove(lab.url)

@@ -18,7 +18,7 @@ from tests.support.caches import held_elsewhere, read
 from tests.support.fakes import Fault, MemoryBody
 from tests.support.storetools import BLOCK, PATIENCE, no_descriptor_left, no_thread, wait_until
 
-URL = "s3://lab/train-0000.bin"
+URL, OTHER = "s3://lab/train-0000.bin", "s3://lab/other.bin"
 SIZE = 5 * BLOCK + 777
 DATA = random.Random(1).randbytes(SIZE)
 NEWER = DATA[::-1]
@@ -210,26 +210,36 @@ def test_closing_waits_a_limited_time_for_copies_to_an_upstream(make, tmp_path, 
     hangs.set()
 
 
-@pytest.mark.parametrize("during", ["another download", "retries", "checksum"])
+@pytest.mark.parametrize("during", ["another download", "no connection", "retries", "checksum"])
 def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
     monkeypatch.setattr(transfer, "_LAST_RESPONSE", 2 * PATIENCE)
-    cache = make(attempts=100)
+    cache = make(attempts=100, connections=1 if during == "no connection" else 4)
     download, real = Download(cache.process.downloads, parse_url(URL)), origin.stat
     over = threading.Event()
     if during == "another download":
         lock = held_elsewhere(cache, URL)
+    elif during == "no connection":
+        origin.objects[OTHER] = DATA
+        held = origin.hold(0)
     elif during == "retries":
         origin.faults.extend(Fault(after=None) for _ in range(100))
     else:
         monkeypatch.setattr(origin, "stat", lambda shard: over.wait(3 * PATIENCE) and real(shard))
     with ThreadPoolExecutor() as pool:
+        if during == "no connection":
+            pool.submit(read, cache, OTHER)
+            wait_until(lambda: origin.requests)
         fetching = pool.submit(run, cache, download)
-        if during == "retries":
+        if during == "no connection":
+            wait_until(lambda: cache.process.resources.connections._waiting)
+        elif during == "retries":
             wait_until(lambda: len(origin.requests) >= 3)
         elif during == "checksum":
             wait_until(lambda: download.progress().written == SIZE)
         download.cancel()
         assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
+        if during == "no connection":
+            held.set()
     if during == "another download":
         lock.release()
     over.set()

@@ -275,7 +275,7 @@ class Cache:
         Args:
             dataset: a ``WebDataset`` or ``DataPipeline``. It is changed in place and returned.
             fast_tar: parse the archives with shardcache's reader, which yields the same samples
-                several times faster than WebDataset's.
+                several times faster than WebDataset's. With ``resume``, it always does.
             resume: add ``state_dict`` and ``load_state_dict``, which continue an epoch exactly, and
                 let ``shuffle`` hold places of samples, not their bytes; see docs/samples.md.
 
@@ -286,7 +286,7 @@ class Cache:
         if resume:
             from shardcache.dataset.pipeline import attach_resumable
 
-            return attach_resumable(dataset, self, fast_tar=fast_tar)
+            return attach_resumable(dataset, self)
         from shardcache import wds
 
         return wds.attach(dataset, self, fast_tar=fast_tar)

@@ -423,37 +423,33 @@ def register(scheme: str, cache: Cache) -> None:
     Affects this process and the workers that it forks or spawns. Writes, and files that are not tar
     archives, go to the function that was registered for the scheme before.
     """
-    from webdataset import gopen_schemes
-
     if not isinstance(cache, Cache):
         raise ConfigError(f"cache is a Cache, such as Cache({cache!r:.80}).")
-    original = gopen_schemes.get(scheme)
-    original = getattr(original, "original", original)  # a second call replaces the cache
-    original = original or _uncached(lambda: cache, gopen_schemes["__default__"])
-    gopen_schemes[scheme] = _cached(lambda: cache, original)
-    inherited = vars(multiprocessing.current_process())["_config"]  # by spawned children, too
-    inherited[f"shardcache {scheme}"] = _Registered(scheme, cache)
+    _Registration(scheme, cache)
 
 
-class _Registered:
-    """Registers a scheme again in the process that unpickles this object."""
+class _Registration:
+    """A scheme that WebDataset reads through a cache, also where this object is unpickled."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
+    def __init__(self, scheme: str, cache: Cache) -> None:
+        from webdataset import gopen_schemes
 
-    def __getstate__(self) -> dict[str, Any]:
+        self._arguments = scheme, cache
+        original = gopen_schemes.get(scheme)
+        original = getattr(original, "original", original)  # a second call replaces the cache
+        original = original or _uncached(lambda: cache, gopen_schemes["__default__"])
+        gopen_schemes[scheme] = _cached(lambda: cache, original)
+        inherited = vars(multiprocessing.current_process())["_config"]  # by spawned children, too
+        inherited[f"shardcache {scheme}"] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
         try:
             pickle.dumps(self._arguments)
         except Exception as exn:  # noqa: BLE001 - of an option; the process may need no shards
             text = "processes that are spawned do not read %s:// through the cache: %s"
             logger.warning(text, self._arguments[0], exn)
-            return {"_arguments": ()}
-        return vars(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self._arguments:
-            register(*self._arguments)
+            return str, ()
+        return _Registration, self._arguments
 
 
 def read_through_cache(module: Any) -> None:

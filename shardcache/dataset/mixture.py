@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 #: The weight of a part; or several, each with the first epoch to which it applies.
 Weight = float | Mapping[int, float]
-
-_DROPPED = object()
 
 
 class Mixture:
@@ -106,8 +104,7 @@ class Mixture:
             batch, error = data.read(Batch(own, open_)) if own else ([], None)
             batches.append(iter(batch))
             errors += [error] if error is not None else []
-        samples = [next(batches[owner], _DROPPED) for owner in owners]
-        samples = [sample for sample in samples if sample is not _DROPPED]
+        samples = [sample for owner in owners for sample in islice(batches[owner], 1)]
         if errors and not samples:
             raise errors[0]
         return samples

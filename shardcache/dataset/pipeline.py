@@ -10,32 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
 import inspect
 import json
 import logging
 import math
+import multiprocessing
 import os
 import random
 import re
 import resource
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache as cached
 from functools import partial
-from io import FileIO, UnsupportedOperation
+from io import UnsupportedOperation
 from itertools import chain, islice, repeat, zip_longest
 from pathlib import Path
-from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from secrets import token_hex
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import webdataset
 from torch.utils.data import DataLoader, get_worker_info
-from webdataset import filters, shardlists, tariterators
+from webdataset import filters, shardlists
 from webdataset.filters import FilterFunction
 from webdataset.pipeline import add_length_method
 from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
 _REMEMBERED = 64  # iterations of a pipeline, of which workers may be as far apart
-_SIZE = 8192  # bytes of their record
+_EVENT = 128  # bytes, which lie in one page of memory, so that no reader sees a part of them
 _BITS = 32  # of the number of a sample in a place
 _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # of a state
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
@@ -66,11 +66,7 @@ _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
 _BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.split_by_worker}
 _BLIND |= {getattr(webdataset.compat, "check_empty", None)}
-#: Stages that turn opened archives into samples, one after the other.
-_READERS = (
-    {wds.tar_files, tariterators.tar_file_expander},
-    {wds.group_files, tariterators.group_by_keys},
-)
+_READERS = [wds.tar_files, wds.group_files]  # of opened archives
 _RERAISE = None, wds.reraise, filters.reraise_exception
 #: Stages that hold back no sample when they yield one, if `_batched` replaces ``batched``.
 _DIRECT_NAMES = (
@@ -82,24 +78,24 @@ _DIRECT = {getattr(filters, name).f for name in _DIRECT_NAMES.split()}
 _OBJECTS = {shardlists.SimpleShardList, shardlists.ResampledShards, list, partial}
 
 
-def attach_resumable(dataset: _Pipeline, cache: Cache, *, fast_tar: bool = True) -> _Pipeline:
+def attach_resumable(dataset: _Pipeline, cache: Cache) -> _Pipeline:
     """Attach a pipeline to the cache, and give it the methods of `Resumable`.
 
     Raises the errors of `wds.attach`; ConfigError if a stage does not give the same samples again.
     """
     _refuse(dataset)
-    pipeline: Any = wds.attach(dataset, cache, fast_tar=fast_tar, is_reseeded=True)
+    pipeline: Any = wds.attach(dataset, cache, is_reseeded=True)
     base: Any = type(pipeline)
     if not isinstance(pipeline, Resumable):
         pipeline.__class__ = _resumable(base)
-    pipeline._begin(cache, base)
+    pipeline._begin(cache)
     return dataset
 
 
 @cached
 def _resumable(base: type) -> type:
     bases = (Resumable,) if issubclass(Resumable, base) else (base, Resumable)
-    return type(f"Resumable{base.__name__}", bases, {})
+    return type(f"Resumable{base.__name__}", bases, {"_base": base})
 
 
 def _restored(base: type, has_length: bool) -> Any:
@@ -231,61 +227,82 @@ class _Run:
         self.check = crc32(os.fsencode(url), self.check)
 
 
-class _Record:
-    """The values that a process shares with the workers of its loaders, as JSON in memory.
+class _Epochs(NamedTuple):
+    """The epochs of a pipeline: the result of the events in a record."""
 
-    Workers open it by the path of the process's descriptor, so nothing is left when it dies.
+    epoch: int = 0  #: of the next iteration
+    loads: int = 0  #: states that were loaded
+    loaded: int = -1  #: the epoch of the last one, until an iteration continues it
+    is_read: bool = False  #: whether the workers of a loader are reading
+    #: The names of iterations -> their epochs, and whether they continue the loaded state.
+    begun: dict[str, tuple[int, bool]] = {}
+
+    def after(self, kind: str, epoch: int = -1, name: str = "") -> _Epochs:
+        """Return the epochs after one more event.
+
+        Args:
+            kind: "set" or "load", with an epoch; "begin", or "work" in a worker; and "end".
+            epoch: of an iteration, only if it continues a state that only this worker has loaded.
+            name: of an iteration, the same in all workers that share it.
+        """
+        if kind == "set":
+            return self._replace(epoch=epoch)
+        if kind == "load":
+            return self._replace(epoch=epoch, loads=self.loads + 1, loaded=epoch)
+        if kind == "end":
+            return self._replace(is_read=False)
+        if name in self.begun:  # by another worker
+            return self
+        is_continued = epoch >= 0 or self.loaded == self.epoch
+        epoch = epoch if epoch >= 0 else self.epoch
+        begun = dict([*self.begun.items(), (name, (epoch, is_continued))][-_REMEMBERED:])
+        loaded = -1 if is_continued else self.loaded
+        return _Epochs(epoch + 1, self.loads, loaded, kind == "work", begun)
+
+
+class _Record:
+    """The events of a pipeline, in memory that a process shares with the workers of its loaders.
+
+    Events are appended and never change. So there is no lock, which a signal handler might enter
+    twice and a forked child might find held. Processes open the memory by the path of its owner's
+    descriptor, so nothing is left when the owner dies.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values, self._owner = values, os.getpid()
-        self._number: int | None = os.memfd_create("shardcache")
-        weakref.finalize(self, os.close, self._number)
-        self._path = Path(f"/proc/{self._owner}/fd/{self._number}")
-        self._inode = os.fstat(self._number).st_ino
-        os.pwrite(self._number, json.dumps(values).encode(), 0)
+    def __init__(self) -> None:
+        self._known = 0, _Epochs()  # bytes of events that were read, and their result
+        self._create()
+        _records.add(self)
+
+    def _create(self) -> None:
+        self._owner, number = os.getpid(), os.memfd_create("shardcache")
+        weakref.finalize(self, os.close, number)
+        self._path, self._inode = Path(f"/proc/{self._owner}/fd/{number}"), os.fstat(number).st_ino
+        self._known = 0, self._known[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_number": None, "_values": self._copied()}
+        return {**vars(self), "_owner": 0}
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[dict[str, Any]]:
-        """Yield the values, and write them if the block raises no error.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _records.add(self)
 
-        A signal handler that interrupts this, and calls it, gets the same values.
-        """
-        with _lock:
-            if self not in _held:
-                own = f"/proc/self/fd/{self._number}"
-                with FileIO(self._path if self._number is None else own, "r+") as file:
-                    try:
-                        _held[self] = {"file": file}
-                        with self.locked() as values:
-                            yield values
-                    finally:
-                        _held.pop(self, None)
-                return
-            number = _held[self]["file"].fileno()
-            fcntl.lockf(number, fcntl.LOCK_EX)  # unlike flock, a forked child does not inherit it
-            values = _held[self].setdefault("values", json.loads(os.pread(number, _SIZE, 0)))
-            yield values
-            os.pwrite(number, json.dumps(values).encode().ljust(_SIZE), 0)
+    def add(self, *event: object) -> _Epochs:
+        """Append an event, if there is one. Return the result of all events up to now."""
+        if self._owner != os.getpid() and not (get_worker_info() and self._exists()):
+            self._create()  # a copy, or a forked child, goes on with what it knows
+        size, epochs = self._known
+        with open(self._path, "ab+", buffering=0) as file:
+            if event:
+                file.write(json.dumps(event).encode().ljust(_EVENT))
+            while data := os.pread(file.fileno(), _EVENT, size):
+                size, epochs = size + _EVENT, epochs.after(*json.loads(data))
+        self._known = size, epochs
+        return epochs
 
-    def _copied(self) -> dict[str, Any]:
-        if self._number is None:
-            return self._values
-        with self.locked() as values:
-            return values
-
-    def own(self) -> _Record:
-        """Return the record of this process, a copy if it is no worker of the owner's loaders."""
-        is_shared = self._number is not None
-        if get_worker_info() is None:
-            is_shared = is_shared and self._owner == os.getpid()
-        elif not is_shared:
-            with contextlib.suppress(OSError):  # the owner has closed it
-                is_shared = self._path.stat().st_ino == self._inode
-        return self if is_shared else _Record(self._copied())
+    def _exists(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._path.stat().st_ino == self._inode
+        return False
 
 
 class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
@@ -296,8 +313,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     so for a plain ``DataLoader``.
     """
 
-    def _begin(self, cache: Cache, base: type) -> None:
-        """Prepare a pipeline that was of the class ``base``, or is attached once more."""
+    _base: Any  #: the class before `attach`
+
+    def _begin(self, cache: Cache) -> None:
+        """Prepare a pipeline that is attached, perhaps once more."""
         seed, source = getattr(self, "seed", None), self.pipeline[0]
         opener = [*map(_kind, self.pipeline)].index(wds.url_opener)
         for number, stage in enumerate(self.pipeline[:opener]):
@@ -309,67 +328,49 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         names = "\n".join(str(cache.parse(_url(each))) for each in urls)
         self._cache = cache
         self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
-        self._base = getattr(self, "_base", base)
         self._run: _Run | None = None
         self._tracked: dict[str, Any] | None = None  # the state of the last `track`
-        self._ended: int | None = None  # the epoch in which that loop ended
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
-        zeros = dict.fromkeys(("epoch", "loads", "is_loaded", "is_read"), 0)
-        self._record = _Record({**zeros, "begun": []})
-        _pipelines.add(self)
+        self._record = _Record()
         self._seed = crc32(str(seed).encode())
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        own = {"_run": None, "_tracked": None, "_record": copy.copy(self._shared())}
+        self._record.add()  # copies begin with what is known, and spawned workers find the record
+        own = {"_run": None, "_tracked": None, "_record": copy.copy(self._record)}
         has_length = type(self) is not _resumable(self._base)  # since `attach`
         return _restored, (self._base, has_length), vars(self) | own
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        _pipelines.add(self)
-
-    def _shared(self) -> _Record:
-        """Return the record of this process, or of the one for whose loader it works."""
-        self._record = self._record.own()
-        return self._record
 
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        with self._shared().locked() as shared:
-            return int(shared["epoch"])
+        return self._record.add().epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
-        epoch = whole("epoch", epoch, 0)
-        with self._shared().locked() as shared:
-            if epoch != shared["epoch"]:
-                shared["epoch"], self._run, self._tracked = epoch, None, None
+        if (epoch := whole("epoch", epoch, 0)) != self.epoch:
+            self._record.add("set", epoch)
+            self._run = self._tracked = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last sample, or after the last batch of `track`."""
-        tracked = self._tracked
-        if tracked is not None and self._ended in (None, self.epoch):
-            return {**tracked, "workers": [*tracked["workers"]]}
-        with self._shared().locked() as shared:
-            is_waiting, is_read = self._is_waiting(shared), shared["is_read"]
-        if is_waiting:
+        tracked, epochs = self._tracked, self._record.add()
+        if tracked is not None and tracked["until"] in (None, epochs.epoch):
+            return {"epoch": tracked["epoch"], "workers": [*tracked["workers"]]}
+        if self._is_waiting(epochs):
             return dict(self._loaded)
-        if self._run is None and is_read and wds.is_new("untracked", self._cache):
+        if self._run is None and epochs.is_read and wds.is_new("untracked", self._cache):
             logger.warning(
                 "this is the state of the next epoch: only the workers of a DataLoader know the "
                 "position in this one. Iterate over dataset.track(loader)."
             )
-        return self._state(self._run or _Run(self.epoch))
+        return self._state(self._run or _Run(epochs.epoch))
 
-    def _is_waiting(self, shared: dict[str, Any]) -> bool:
+    def _is_waiting(self, epochs: _Epochs) -> bool:
         """Return whether the next iteration will continue the state that was loaded."""
-        if self._load < 0:
-            return bool(self._loaded)
-        return bool(shared["is_loaded"] and self._loaded.get("epoch") == shared["epoch"])
+        return bool(self._loaded) if self._load < 0 else epochs.loaded == epochs.epoch
 
     def _state(self, run: _Run) -> dict[str, Any]:
         stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
@@ -392,11 +393,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             whole("state['epoch'] of a worker", _Run.of(each).epoch, epoch, epoch)
         self._seed = workers[-1]["seed"] if workers else self._seed
         self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
-        self._load = -1
-        if get_worker_info() is None:
-            with self._shared().locked() as shared:
-                shared["epoch"], shared["is_loaded"] = epoch, True
-                self._load = shared["loads"] = shared["loads"] + 1
+        self._load = -1 if get_worker_info() else self._record.add("load", epoch).loads
 
     def _refuse_other(self, state: Mapping[str, Any], *names: str) -> None:
         own = self._state(_Run(0))
@@ -431,20 +428,20 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             tracked.collate_fn = partial(_collated, loader.collate_fn, self)
             if loader.persistent_workers:
                 loader._tracked_by_shardcache = tracked
-        with self._shared().locked() as shared:
-            loaded = _workers_of(self._loaded) if self._is_waiting(shared) else []
-        known, constant = {each["worker"]: each for each in loaded}, self._state(_Run(0))
+        epochs, constant = self._record.add(), self._state(_Run(0))
+        loaded = _workers_of(self._loaded) if self._is_waiting(epochs) else []
+        known = {each["worker"]: each for each in loaded}
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
-        self._tracked = own = {"epoch": self.epoch, "workers": found}
-        self._ended = None
+        # After the loop, the position holds until another iteration begins.
+        self._tracked = own = {"epoch": epochs.epoch, "workers": found, "until": None}
         try:
             for position, batch in tracked:
                 own["epoch"] = position["epoch"]
                 found[position["worker"]] = constant | position
                 yield batch
         finally:
-            if self._tracked is own and not sys.is_finalizing():
-                self._ended = self.epoch
+            if not sys.is_finalizing():
+                own["until"] = self.epoch
 
     def __iter__(self) -> Iterator[Any]:
         try:
@@ -457,28 +454,17 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
         The workers of a loader read the same epoch: that of the first which begins it.
         """
-        plan, worker = self._plan(), pytorch_worker_info()[2]
-        info, name = get_worker_info(), f"{_loader()}-{self._turns}"
+        plan, worker, info = self._plan(), pytorch_worker_info()[2], get_worker_info()
+        kind, name = ("work", f"{_loader()}-{self._turns}") if info else ("begin", token_hex(4))
         self._turns += 1
-        with self._shared().locked() as shared:
-            if info and 0 <= self._load < shared["loads"]:
-                raise ConfigError(
-                    "a state was loaded after the persistent workers of this loader had started. "
-                    "Resume with a new DataLoader."
-                )
-            begun = [each for each in shared["begun"] if info and each[0] == name]
-            if not begun:
-                if self._load < 0 and self._loaded:
-                    shared["epoch"] = self._loaded["epoch"]
-                is_continued = self._is_waiting(shared)
-                begun = [(name, shared["epoch"], is_continued)]
-                shared["begun"] = [*shared["begun"][1 - _REMEMBERED :], *begun]
-                shared["is_loaded"] &= not is_continued
-                shared["epoch"] += 1
-                shared["is_read"] = info is not None
-            _, epoch, is_continued = begun[0]
-        is_continued = (is_continued or self._load < 0) and self._loaded.get("epoch") == epoch
-        run = _Run(epoch)
+        if info and 0 <= self._load < self._record.add().loads:
+            raise ConfigError(
+                "a state was loaded after the persistent workers of this loader had started. "
+                "Resume with a new DataLoader."
+            )
+        own = self._loaded.get("epoch", -1) if self._load < 0 else -1
+        epoch, is_continued = self._record.add(kind, own, name).begun[name]
+        run, is_continued = _Run(epoch), own == epoch if own >= 0 else is_continued
         for state in _workers_of(self._loaded) if is_continued else ():
             if state["given"] or state["passes"] or state["entered"]:
                 self._refuse_other(state, "workers")
@@ -508,8 +494,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                     break
             passes = self.repetitions if is_empty else run.passes + 1
             run, is_empty = _Run(run.epoch, run.given, run.given, passes), True
-        with self._shared().locked() as shared:
-            shared["is_read"] = False
+        self._record.add("end")
         self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int) -> Any:
@@ -560,9 +545,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         read = opener = kinds.index(wds.url_opener)
         options, *others = map(_options_of, self.pipeline[opener : opener + 3])
         del options["cache"]
-        is_plain = others == [options] * 2 and all(
-            map(set.__contains__, _READERS, kinds[opener + 1 :])
-        )
+        is_plain = others == [options] * 2 and kinds[opener + 1 :][:2] == _READERS
         read += 3 if is_plain else 1
         while is_plain and read < len(kinds) and kinds[read] in _BLIND:
             read += 1
@@ -577,21 +560,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return opener, read, is_plain and not held
 
 
-_lock = threading.RLock()  # of a thread that uses a record: the file's lock is of the process
-_held: dict[_Record, dict[str, Any]] = {}  # the file and the values of locked records
-#: The pipelines of this process.
-_pipelines: weakref.WeakSet[Resumable] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held it
-    _held.clear()
-
-
-# A forked worker must find the record of its parent.
-os.register_at_fork(before=lambda: [each._shared() for each in list(_pipelines)])
-os.register_at_fork(after_in_child=_in_child)
+_records: weakref.WeakSet[_Record] = weakref.WeakSet()
+# A forked worker must find the record of its parent, which may be a forked child itself.
+os.register_at_fork(before=lambda: [each.add() for each in list(_records)])
 
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:
@@ -601,17 +572,13 @@ def _workers_of(state: Mapping[str, Any]) -> list[Any]:
 
 
 def _loader() -> str:
-    """Return a name of the iterator over a DataLoader that this process works for."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        # The locals of other frames would keep a user's tensors alive: Python stores them.
-        is_torch = frame.f_globals.get("__name__", "").startswith("torch")  # or torchdata
-        if is_torch and frame.f_code.co_name == "_worker_loop":
-            # All workers write to this pipe. Another loader may have had the same seed.
-            return str(os.fstat(frame.f_locals["data_queue"]._writer.fileno()).st_ino)
-        frame = frame.f_back
-    info = get_worker_info()  # in a thread of a worker
-    return f"{info.seed - info.id}" if info else ""
+    """Return a name of the iterator over a DataLoader for which this worker works."""
+    with contextlib.suppress(AttributeError, IndexError):
+        # All workers write to this pipe. Another loader may have had the same seed.
+        queue = multiprocessing.current_process()._args[3]  # type: ignore[attr-defined]
+        return str(os.fstat(queue._writer.fileno()).st_ino)
+    info: Any = get_worker_info()  # of another class of loaders
+    return str(info.seed - info.id)
 
 
 def _collated(collate: Any, pipeline: Resumable, outputs: Any) -> tuple[dict[str, Any], Any]:

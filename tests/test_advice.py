@@ -30,7 +30,7 @@ COMMANDS = [
     ("stats --format json", r"(?<=Pass )--json", "stats @"),
     ("doctor URL", r"(?<=Pass )--url", "doctor @ URL"),
     ("report -o -", r"(?<=Write )/dev/stdout", "report -o @"),
-    ("prewrm URL", r"(?<=Did you mean )\w+", "@ URL"),
+    ("prewrm URL", r"(?<=Did you mean ')\w+", "@ URL"),
     ("--config FILE config", r"name another with --config", "--config /dev/null config"),
     ("stats --dir FILE", r"(?<=Check dir \()--dir", "stats @ CACHE"),
 ]  # fmt: skip

@@ -25,15 +25,13 @@ def config_command(invocation: Invocation) -> None:
     """
     console, loaded = invocation.console, invocation.loaded()
     options, access = describe(loaded), s3_access(loaded.config)
-    summary = {
-        "options": len(options),
-        "set": sum(option.source != "default" for option in options),
-    }
+    given = sum(option.source != "default" for option in options)
+    summary = {"options": len(options), "set": given}
     records = [*map(fields_of, options)]  # dicts, because json writes a named tuple as a list
     console.object("config", options=records, s3=fields_of(access), summary=summary)
     rows = [(option.name, option.value, option.source) for option in options]
     console.table(("OPTION", "VALUE", "SOURCE"), rows)
-    console.data(f"S3: {access}\n{summary['options']} options, {summary['set']} set")
+    console.data(f"S3: {access}\n{len(options)} options, {given} set")
 
 
 @command("dir")

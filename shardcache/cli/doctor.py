@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -222,11 +221,6 @@ def _packages() -> Findings:
 
 
 def _credentials(config: Config) -> Findings:
-    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    missing = [name for name in keys if not os.environ.get(name)]
-    if len(missing) == 1:
-        fix = f"Set {missing[0]} as well, or unset the other and use a profile or a role."
-        yield "warn", f"{missing[0]} is not set, but the other key variable is", fix
     access, options = s3_access(config, timed=True), config.scheme_options("s3")
     if not access.credentials:
         fix = "Set AWS_PROFILE or AWS_ACCESS_KEY_ID, give the node a role, or set anon for public "
@@ -271,8 +265,7 @@ def _endpoint(config: Config, url: str | None) -> Findings:
     except (OSError, MalformedError) as exn:
         yield "fail", f"{server} does not respond{via}: {exn}", _NO_ENDPOINT
         return
-    with ThreadPoolExecutor(len(rows) or 1) as pool:
-        dead = ", ".join(filter(None, pool.map(_dead_address, rows)))
+    dead = ", ".join(filter(None, map(_dead_address, rows)))
     addresses = f"has {counted(len(rows), 'address', 'addresses')}"
     text = f"{host} {addresses if rows else f'responds{via}'}"
     if dead:

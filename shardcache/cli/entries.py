@@ -7,21 +7,21 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import click
 
+from shardcache import units
 from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Console, Row, local_time
 from shardcache.clock import utc
-from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.errors import ShardNotFoundError
 from shardcache.locks.keys import read_holder
 from shardcache.origins.listing import Selection
 from shardcache.prewarm.plan import expand
-from shardcache.space.eviction import Policy, disk_bytes, linked
+from shardcache.space.eviction import Limits, linked
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_journal
@@ -49,6 +49,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "USED": ("used_at", lambda moment: format_age(time.time() - moment.timestamp())),
     "BEGUN": ("begun_at", lambda moment: format_age(time.time() - moment.timestamp())),
     "FETCHED": ("fetched_at", local_time),
+    "RATE": ("bytes_per_second", units.format_rate),
+    "TIME": ("seconds", units.format_duration),
     **{name.upper(): (name, str) for name in ("state", "version", "path", "holder", "dir")},
 }
 
@@ -162,7 +164,6 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     """Return a row for each shard, and the totals as a row and as text."""
     home, pins = cache.process.home, cache.pins()
     endpoints = {**cache.config.places(), "s3": cache.parse("s3://bucket/key").endpoint}
-    policy = Policy.of(home.node, time.time(), pins, home.space.policy)
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
         # The row of a damaged entry has the values that can be read.
@@ -173,11 +174,11 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             row["url"], row["digest"] = metadata.url, metadata.digest
             row["checked"], row["etag"] = metadata.checked, metadata.info.etag
             row["fetched_at"] = utc(metadata.fetched_at)
-            if metadata.endpoint != endpoints.get(metadata.url.partition(":")[0]):
-                row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
+            if metadata.endpoint not in (None, endpoints.get(metadata.url.partition(":")[0])):
+                row["endpoint"] = metadata.endpoint or "AWS"
             path = f"{entry.directory}/{metadata.basename}"
             if os.lstat(path).st_size == entry.size:
-                is_pinned = entry.key in policy.pinned
+                is_pinned = entry.key in pins
                 in_use = not is_pinned and home.store.in_use(entry, path)
                 row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
             row["path"] = path
@@ -190,16 +191,14 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     cached = {entry.key for entry in shards}
     not_cached = [
         _SHARD | {"url": url or None, "state": "not_cached", "key": key}
-        | {"endpoint": _other_endpoint(cache, key, url)}
         for key, url in pins.items()
         if key not in cached
-    ]  # fmt: skip
-    files, allocated = linked(shards), home.space.allocated
+    ]
+    files, space = linked(shards), home.space
+    plan = space.plan([*shards], Limits(everything=True), space.policy)
     size = sum(links[0].size for links in files)
-    used = sum(disk_bytes(links, allocated) for links in files)
-    kept = {e for e, row in shards.items() if row["state"] in ("pinned", "in_use")}
-    kept |= {entry for entry in shards if policy.protects(entry)}
-    evictable = sum(links[0].size for links in files if kept.isdisjoint(links))
+    used = plan.kept_bytes + plan.freed
+    evictable = sum(removal.entries[0].size for removal in plan.removed)
     limits = [tier.space.max_size if shards else None for tier in cache.process.present]
     limit = None if None in limits else sum(filter(None, limits))
     footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
@@ -214,12 +213,6 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     summary = {"shards": len(files), "bytes": size, "disk_bytes": used, "max_size": limit}
     summary |= {"evictable_bytes": evictable, "not_cached": len(not_cached)}
     return [*shards.values(), *not_cached], summary, footer
-
-
-def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
-    with contextlib.suppress(ConfigError):  # a damaged record, or a command
-        return cache.other_endpoint(replace(cache.parse(url), key=key))
-    return None
 
 
 def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:

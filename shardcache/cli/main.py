@@ -13,13 +13,14 @@ import functools
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
@@ -33,12 +34,12 @@ from shardcache.errors import (
     ShardCacheError,
 )
 from shardcache.faults import FULL
-from shardcache.units import parse_age, parse_limit, similar
+from shardcache.units import parse_age, parse_limit
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Decorator = Callable[[Any], Any]
 
 
 class ExitCode(enum.IntEnum):
@@ -74,8 +75,9 @@ _COMMANDS = {
 
 #: Command, and a part of its usage error -> advice.
 _ADVICE = {
-    ("doctor", "unexpected extra argument"): "Pass --url URL.",
-    ("stats", "'json'"): "Pass --json.",
+    "doctor unexpected extra argument": "Pass --url URL.",
+    "stats 'json'": "Pass --json.",
+    **{name: f"It was removed. {advice}" for name, advice in REMOVED.items()},
 }
 
 
@@ -187,17 +189,13 @@ class Invocation:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Handle SIGINT and SIGTERM during a ``with`` block, if this is the main thread."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+        is_main = threading.current_thread() is threading.main_thread()
+        with contextlib.ExitStack() as stack:
+            for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
                 # nohup, and `&` in a script, start commands that ignore SIGINT. Keep ignoring it.
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, self._handle)
-        try:
+                    stack.callback(signal.signal, number, signal.signal(number, self._handle))
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
@@ -251,7 +249,7 @@ SIZE = Parsed("SIZE", parse_limit)
 
 def number_option(
     *names: str, help: str, minimum: int = 1, maximum: int | None = None
-) -> Callable[[_Function], _Function]:
+) -> _Decorator:
     """Declare an option whose value is a whole number."""
     return click.option(*names, type=click.IntRange(minimum, maximum), metavar="N", help=help)
 
@@ -275,7 +273,7 @@ def _take(context: click.Context, parameter: click.Parameter, value: Any) -> Non
         setattr(invocation if hasattr(invocation, name) else invocation.console, name, value)
 
 
-def _combined(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _combined(*decorators: _Decorator) -> _Decorator:
     """Return a decorator that applies all ``decorators``, the first one first."""
     return lambda command: functools.reduce(lambda inner, add: add(inner), decorators, command)
 
@@ -301,18 +299,18 @@ _global_options = _combined(
 )  # fmt: skip
 
 
-def command(name: str, **settings: Any) -> Callable[[Callable[..., int | None]], Any]:
+class _Command(click.Command):
+    """A command that prints the library's log while it runs."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with ctx.obj.logging():
+            return super().invoke(ctx)
+
+
+def command(name: str, **settings: Any) -> _Decorator:
     """Turn a function into a command; ``settings`` are context settings of click."""
-
-    def decorate(function: Callable[..., int | None]) -> Any:
-        @functools.wraps(function)
-        def run(invocation: Invocation, *args: Any, **kwargs: Any) -> int | None:
-            with invocation.logging():
-                return function(invocation, *args, **kwargs)
-
-        return _global_options(click.command(name, context_settings=settings)(click.pass_obj(run)))
-
-    return decorate
+    make = click.command(name, _Command, context_settings=settings)
+    return _combined(click.pass_obj, make, _global_options)
 
 
 class _Commands(click.Group):
@@ -327,19 +325,11 @@ class _Commands(click.Group):
         module: Any = importlib.import_module(f"shardcache.cli.{_COMMANDS[cmd_name]}")
         return getattr(module, f"{cmd_name}_command")  # type: ignore[no-any-return]
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as exn:
-            if (name := f"shardcache {args[0]}") in REMOVED:
-                raise click.UsageError(f"`{name}` was removed. {REMOVED[name]}", ctx) from None
-            more = f" Did you mean {meant}?" if (meant := similar(args[0], _COMMANDS)) else ""
-            raise click.UsageError(f"{exn.message}{more}", ctx) from None
-
 
 @_global_options
 @click.group(
     cls=_Commands,
+    commands=dict.fromkeys(_COMMANDS),  # for click's suggestions
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="\b\nExit codes:\n" + "\n".join(f"  {code:<3}  {code.meaning}" for code in ExitCode),
 )
@@ -375,19 +365,20 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
         )
         return int(returned or ExitCode.DONE)
     except click.ClickException as exn:
-        context = exn.ctx if isinstance(exn, click.UsageError) else None
         text = " ".join(exn.format_message().split())  # click puts each choice on its own line
-        hint = f" Try '{context.command_path} --help'." if context is not None else ""
-        for (name, part), advice in _ADVICE.items():
-            if context is not None and context.info_name == name and part in text:
-                hint = f" {advice}"
-        if isinstance(exn, click.NoSuchOption) and context is not None:
-            instead = REMOVED.get(f"{context.info_name} {exn.option_name}")
-            text, hint = (
-                (f"{exn.option_name} was removed. {instead}", "") if instead else (text, hint)
-            )
-        console.error(f"{text}{'' if text.endswith(('.', '?', ')')) else '.'}{hint}")
-        return ExitCode.USAGE if isinstance(exn, click.UsageError) else ExitCode.FAILED
+        text += "" if text.endswith((".", "?", ")")) else "."
+        if not isinstance(exn, click.UsageError):
+            console.error(text)
+            return ExitCode.FAILED
+        if exn.ctx is not None:
+            hint = f"Try '{exn.ctx.command_path} --help'."
+            for key, advice in _ADVICE.items():
+                command, _, part = key.partition(" ")
+                is_meant = re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", text)
+                hint = advice if command == exn.ctx.info_name and is_meant else hint
+            text += f" {hint}"
+        console.error(text)
+        return ExitCode.USAGE
     except (KeyboardInterrupt, click.Abort):
         console.error("nothing was done" if invocation.received is None else "interrupted")
         return ExitCode.FAILED

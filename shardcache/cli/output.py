@@ -122,10 +122,7 @@ class Console:
 
     def render(self, drawing: RenderableType) -> None:
         """Print a rich drawing as data."""
-        terminal = self.terminal(sys.stdout)
-        with terminal.capture() as captured:
-            terminal.print(drawing)
-        self.data("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        self.data(drawn(drawing, self.terminal(sys.stdout)))
 
     def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table, unless there are no rows.
@@ -218,6 +215,13 @@ def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for name, *rest in lines:
         table.add_row(first(name), *map(Text, rest))
     return table
+
+
+def drawn(drawing: RenderableType, terminal: Terminal) -> str:
+    """Return a rich drawing as text for a terminal or file."""
+    with terminal.capture() as captured:
+        terminal.print(drawing)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _fits(table: Table, terminal: Terminal) -> bool:

@@ -16,12 +16,11 @@ import select
 import string
 import sys
 import termios
-import time
 import tty
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,17 @@ from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.cli.entries import cell, partials
 from shardcache.cli.main import Invocation, command, flag
-from shardcache.cli.output import Fitted, Row, Shortened, fields_of, local_time, printable
+from shardcache.cli.output import (
+    Console,
+    Fitted,
+    Row,
+    Shortened,
+    drawn,
+    fields_of,
+    local_time,
+    printable,
+    text_table,
+)
 from shardcache.clock import utc
 from shardcache.config import __version__
 from shardcache.errors import ConfigError
@@ -41,7 +50,7 @@ from shardcache.locks.sessions import live_sessions, live_waits
 from shardcache.space.memory import Volume
 from shardcache.stats import database
 from shardcache.stats.database import Sample
-from shardcache.stats.summary import OUTCOMES, Stats, Waits, by_rank, exposition, summed, summed_by
+from shardcache.stats.summary import METRICS, WAITED, Stats, by_rank, exposition, summed, summed_by
 from shardcache.sync import atomic_write
 from shardcache.tiers import lock_layout
 from shardcache.units import counted, format_bytes, format_duration, format_rate
@@ -50,11 +59,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-#: Outcomes that `_figures` shows even if their count is 0.
-_ALWAYS = ("hits", "coalesced", "misses")
 _ROW_TITLES = ("OPENS", "HIT RATE", "STREAMED", "FETCHED", "SAVED", "MEAN WAIT")
-_NO_RANK = "<p>Rank none: processes that no launcher has given a rank.</p>"
-_WAITS = {"disk": "for the disk", "lock": "for downloads", "network": "for the network"}
 
 _since_option = click.option(
     "--since",
@@ -62,25 +67,12 @@ _since_option = click.option(
     help="Count only this last period, such as 24h.  [default: 30 days]",
 )
 _output_option = functools.partial(click.option, "-o", "--output", type=cli.FILE)
-#: Possible lengths of the intervals of a chart in seconds, and the maximum number of intervals.
-_STEPS = (database.STEP, 60, database.PERIOD, 3600, 4 * 3600, 24 * 3600)
+#: Maximum number of the intervals of a chart.
 _INTERVALS = 120
 #: Number of intervals over which `top` averages rates, because processes write their counters only
 #: once a second.
 _SMOOTH = 3
 _SHOW_CURSOR = "\x1b[?25h"
-#: Labels of years, months, days, hours, minutes and seconds.
-_TIMES = ["%Y", "%b", "%d", "%H:%M", "%H:%M", "%H:%M:%S"]
-#: The charts: title, unit, and label -> attribute of `Stats`.
-_CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("Hit rate", "%", {"hits": "hit_rate"}),
-    ("Opens", "", {name: name for name in OUTCOMES}),
-    ("Where bytes came from", "B",
-     {"cache": "bytes_saved", "origin": "bytes_origin", "upstreams": "bytes_upstream"}),
-    ("Time that readers waited", "s", {text: f"wait_us_{wait}" for wait, text in _WAITS.items()}),
-    ("Bytes streamed past the cache", "B", {"streamed": "bytes_streamed"}),
-    ("Bytes evicted", "B", {"evicted": "bytes_evicted"}),
-)  # fmt: skip
 
 
 @command("stats")
@@ -147,7 +139,7 @@ def stats_command(
             console.object("stats", **{f"{by}s": records}, summary=total)
             rows = ([_group_name(key), *_cells(stats)] for key, stats in groups.items())
             console.table([by.upper(), *_ROW_TITLES], rows)
-            console.data(f"{counted(total.opens, 'open')}, {_percentage(total.hit_rate)} hits")
+            console.data(str(total))
 
 
 def _gauges(cache: Cache) -> list[Row]:
@@ -176,52 +168,32 @@ def _write_text(name: str, text: str) -> None:
 def _figures(stats: Stats) -> str:
     if not stats.opens and not stats.fetches:
         return "Nothing was counted."
-    lines = [f"Opens         {stats.opens:>13,}"]
-    for name in OUTCOMES:
-        if stats.opens and ((count := stats.counters[name]) or name in _ALWAYS):
-            share = count / stats.opens
-            lines.append(f"  {name.capitalize():<12}{count:>13,} / {stats.opens:,} ({share:6.2%})")
-    read = f"Read from cache {format_bytes(stats.bytes_opened)}"
-    read += f"    Fetched {format_bytes(stats.bytes_fetched)}"
-    if stats.streamed:
-        shards = counted(stats.streamed, "shard")
-        read += f"    Streamed {format_bytes(stats.bytes_streamed)} ({shards})"
-    if stats.bytes_upstream:
-        read += f"    From upstreams {format_bytes(stats.bytes_upstream)}"
-    lines.append(f"{read}    Saved {format_bytes(stats.bytes_saved)} of egress")
-    if by_tier := _each(stats, "hits_tier_", "tier {} {:,}"):
-        lines.append("Hits by tier  " + "   ".join(by_tier))
-    lines.append(f"Wait for data   {_waits(stats.all_waits)}")
-    for wait, text in _WAITS.items():
-        if stats.waits[wait].count:
-            lines.append(f"  {text:<18}{_waits(stats.waits[wait])}")
-    evicted, errors = f"Evicted {stats.evicted:,}", f"Errors {stats.errors:,}"
-    if reasons := _each(stats, "evicted_", "{1:,} {0}"):
-        evicted += f" ({format_bytes(stats.bytes_evicted)}: {', '.join(reasons)})"
-    if kinds := _each(stats, "errors_", "{1:,} {0}"):
-        errors += f" ({', '.join(kinds)})"
-    lines.append(f"{evicted}    Retries {stats.retries:,}    {errors}")
-    return "\n".join(lines)
+    begin, end = (local_time(utc(date or 0.0)) for date in (stats.since, stats.until))
+    rows = [("Period", f"{begin} to {end}")]
+    for name, (about, _, counters) in METRICS.items():
+        text = functools.partial(_shown, name)
+        total = sum(getattr(stats, each) for each in counters.values())
+        rows.append((about, text(total)))
+        for label, counter in counters.items():
+            if label and (n := getattr(stats, counter)):
+                rows.append((f"  {label}", f"{text(n)} / {text(total)} ({n / total:.2%})"))
+    rows.append(("Bytes saved at the origin.", format_bytes(stats.bytes_saved)))
+    for name, waits in {"a shard": stats.all_waits, **stats.waits}.items():
+        if waits.mean is not None:
+            times = f"mean {format_duration(waits.mean)}, total {format_duration(waits.seconds)}"
+            rows.append((f"Waits for {name}", times))
+    return "\n".join(f"{name.rstrip('.'):<36}{text}" for name, text in rows)
 
 
-def _each(stats: Stats, prefix: str, form: str) -> list[str]:
-    """Format each counter above 0 that has a prefix: its name without the prefix, its value."""
-    names = [name for name, n in stats.counters.items() if n and name.startswith(prefix)]
-    return [form.format(name.removeprefix(prefix), stats.counters[name]) for name in names]
+def _shown(family: str, n: float, position: int | None = None) -> str:
+    """Return a number of a family of counters as text. matplotlib also passes a ``position``."""
+    if family.endswith("bytes"):
+        return format_bytes(n)
+    return f"{n / 1e6:,.10g} s" if family.endswith("us") else f"{n:,.0f}"
 
 
 def _group_name(key: datetime | int | None) -> str:
     return local_time(key) if isinstance(key, datetime) else "none" if key is None else str(key)
-
-
-def _percentage(share: float | None) -> str:
-    return "-" if share is None else f"{share:.2%}"
-
-
-def _waits(waits: Waits) -> str:
-    if waits.mean is None:
-        return "none"
-    return f"mean {format_duration(waits.mean)}  total {format_duration(waits.seconds)}"
 
 
 def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
@@ -229,9 +201,9 @@ def _cells(stats: Stats, seconds: float | None = None) -> list[str]:
     opens = f"{stats.opens:,}" if seconds is None else f"{stats.opens / seconds:,.1f}/s"
     sizes = stats.bytes_streamed, stats.bytes_fetched, stats.bytes_saved
     amounts = (format_bytes(n) if seconds is None else format_rate(n / seconds) for n in sizes)
-    mean = stats.all_waits.mean
+    rate, mean = stats.hit_rate, stats.all_waits.mean
     wait = "-" if mean is None else format_duration(mean)
-    return [opens, _percentage(stats.hit_rate), *amounts, wait]
+    return [opens, "-" if rate is None else f"{rate:.2%}", *amounts, wait]
 
 
 @command("report")
@@ -252,128 +224,95 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
       shardcache report --since 24h -o /var/www/html/shardcache.html
     """
     with invocation.cache(existing=True) as cache:
-        samples, tiers = cache.samples(since), list(_tiers(cache))
-        total, held = summed(samples), sum(tier["bytes"] for tier in tiers)
-        begin = max(total.since or 0.0, clock.time() - (since or math.inf))
-        period = database.STEP if begin > clock.time() - database.RECENT else database.PERIOD
-        charted = database.samples(cache.process.home.node, begin, period=period)
-        span = "Nothing was counted"
-        if total.since is not None and total.until is not None:
-            span = f"{local_time(utc(total.since))} to {local_time(utc(total.until))}"
-        ranks = by_rank(samples)
-        rows = [(_group_name(rank), *_cells(found)) for rank, found in ranks.items()]
-        template = Path(__file__).with_name("report.html")
-        text = string.Template(template.read_text("utf-8")).substitute(
-            node=html.escape(os.uname().nodename),
-            version=__version__,
-            made=local_time(utc(time.time())),
-            span=span,
-            tiers="\n".join(map(_meter, tiers)),
-            figures=html.escape(_figures(total)),
-            note=_NO_RANK if None in ranks else "",
-            charts="\n".join(_charts(charted, held) if charted else ()),
-            ranks="\n".join(
-                f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
-                for line in (("RANK", *_ROW_TITLES), *rows)
-            ),
-        )
-    _write_text(output, text)
-    size, console = len(text.encode()), invocation.console
+        samples, tiers = cache.samples(since), _tiers(cache)
+        begin = clock.time() - (since or clock.time())
+        charted = database.samples(cache.process.home.node, begin, period=database.STEP)
+    held = sum(tier["bytes"] for tier in tiers)
+    rows = [[_group_name(rank), *_cells(found)] for rank, found in by_rank(samples).items()]
+    table = drawn(text_table(["RANK", *_ROW_TITLES], rows), Console().terminal(io.StringIO()))
+    fill = [f"{tier['dir']}: {_fill_text(tier)}" for tier in tiers]
+    text = "\n".join([*fill, "", _figures(summed(samples)), "", table])
+    template = Path(__file__).with_name("report.html")
+    page = string.Template(template.read_text("utf-8")).substitute(
+        node=html.escape(os.uname().nodename),
+        version=__version__,
+        made=local_time(utc(clock.time())),
+        figures=html.escape(text),
+        charts="\n".join(_charts(charted, held) if charted else ()),
+    )
+    _write_text(output, page)
+    size, console = len(page.encode()), invocation.console
     console.object("report", path=output, size=size)
     console.info(f"wrote {output}, {format_bytes(size)}")
 
 
-def _tiers(cache: Cache) -> Iterator[Row]:
-    """Yield a row with the `Contents`, the limit and the free room of each tier with a cache."""
+def _tiers(cache: Cache) -> list[Row]:
+    """Return the `Contents`, the limit and the free room of each tier with a cache."""
     present = cache.process.present
-    for number, tier in enumerate(cache.process.tiers, 1):
-        if tier in present:
-            yield {
-                "tier": number,
-                "dir": str(tier.config.dir),
-                **fields_of(tier.space.contents()),
-                "max_size": tier.space.max_size,
-                "free_bytes": Volume.of(tier.config.dir).free,
-            }
+    return [
+        {
+            "tier": number,
+            "dir": str(tier.config.dir),
+            **fields_of(tier.space.contents()),
+            "max_size": tier.space.max_size,
+            "free_bytes": Volume.of(tier.config.dir).free,
+        }
+        for number, tier in enumerate(cache.process.tiers, 1)
+        if tier in present
+    ]
 
 
 def _fill_text(tier: Row) -> str:
-    """Return ``4 shards, 1.2 GB of 2.0 GB on disk``; without a limit, ``4 shards, 1.2 GB``.
-
-    An estimate begins with ``about``.
-    """
-    used, limit, shards = tier["disk_bytes"], tier["max_size"], tier["shards"]
-    text = counted(shards, "shard")
-    if tier["estimated"]:
-        text = f"about {float(f'{shards:.2g}'):,.0f} shards"
-    size = f"{format_bytes(used)} of {format_bytes(limit)} on disk" if limit else None
-    return f"{text}, {size or format_bytes(tier['bytes'])}"
-
-
-def _meter(tier: Row) -> str:
+    """Return ``4 shards, 1.2 GB of 2.0 GB on disk (60%)``, or ``about 4 shards`` if estimated."""
     used, limit = tier["disk_bytes"], tier["max_size"]
-    bar = f' ({used / limit:.0%}) <meter max="{limit}" value="{used}"></meter>' if limit else ""
-    return f"<p>{html.escape(tier['dir'])}: {_fill_text(tier)}{bar}</p>"
+    shards = f"{'about ' if tier['estimated'] else ''}{counted(tier['shards'], 'shard')}"
+    size = format_bytes(tier["bytes"])
+    if limit:
+        size = f"{format_bytes(used)} of {format_bytes(limit)} on disk ({used / limit:.0%})"
+    return f"{shards}, {size}"
 
 
 def _charts(samples: Sequence[Sample], size: int) -> Iterator[str]:
-    """Yield SVG charts of the counters over time: states as lines, sums as bars.
-
-    ``size`` is the number of bytes that are in the cache now.
-    """
+    """Yield SVG charts of the counters over time. ``size`` are the bytes in the cache now."""
     try:
-        from matplotlib import dates, rc_context, ticker
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as exn:
         raise ConfigError("The charts need matplotlib: pip install 'shardcache[report]'.") from exn
-    # Choose the shortest intervals with which at most `_INTERVALS` cover the period.
-    starts = [sample.start for sample in samples]
-    span = max(starts) - min(starts)
-    step = next((step for step in _STEPS if span / step <= _INTERVALS), _STEPS[-1])
+    starts = {sample.start for sample in samples}
+    first, span = min(starts), max(starts) - min(starts)
+    # Samples of ten seconds become samples of ten minutes after an hour.
+    period = math.gcd(*(start - first for start in starts)) if span <= database.RECENT else 0
+    period = period or database.PERIOD
+    step = period * max(1, math.ceil(span / period / _INTERVALS))
     groups = summed_by(samples, lambda sample: sample.start // step * step)
+    x: Any = [datetime.fromtimestamp(start + step / 2) for start in groups]  # local time
+    width: Any = timedelta(seconds=0.8 * step)
     sums = list(groups.values())
-    charts: list[tuple[str, str, dict[str, list[Any]]]] = [
-        (title, unit, {label: [getattr(each, name) for each in sums] for label, name in of.items()})
-        for title, unit, of in _CHARTS
-    ]
     changes = [each.bytes_evicted - each.bytes_stored for each in sums[:0:-1]]  # back in time
     sizes = [*itertools.accumulate(changes, initial=size)][::-1]
-    charts.insert(1, ("Size of the cache", "B", {"stored": sizes}))
-    zone = datetime.now().astimezone().tzinfo
-    x, width = [dates.date2num(utc(start + step / 2)) for start in groups], step / 86400
-    for title, unit, series in charts:
+    charts: dict[str, tuple[str, Any]] = {"Size of the cache": ("bytes", {"stored": sizes})}
+    for name, (title, _, counters) in {**METRICS, **WAITED}.items():
+        series = {label: [getattr(each, n) for each in sums] for label, n in counters.items()}
+        charts[title.rstrip(".")] = name, series
+    for title, (family, series) in charts.items():
         if not any(map(any, series.values())):
             continue
         with rc_context(fname=Path(__file__).with_name("report.mplstyle")):
             figure = Figure()
-            axes, below = figure.subplots(), [0.0] * len(x)
-            for number, (name, values) in enumerate(series.items()):
-                if title in ("Hit rate", "Size of the cache"):
-                    axes.plot(x, values, "o-", markersize=4)
-                    below = values
-                elif any(values):  # each name keeps its colour
-                    axes.bar(x, values, 0.8 * width, below, label=name, color=f"C{number}")
+            axes, below = figure.subplots(), [0] * len(x)
+            for number, (label, values) in enumerate(series.items()):
+                if any(values):  # each label keeps its colour
+                    axes.bar(x, values, width, below, label=label, color=f"C{number}")
                     below = [a + b for a, b in zip(below, values, strict=True)]
-            steps = ticker.MaxNLocator(4, steps=[1, 2, 5, 10], integer=unit != "%")
-            labels = steps.tick_values(0, 1 if unit == "%" else max(below))
-            axes.set(yticks=labels, xlim=(x[0] - width, x[-1] + width))
-            axes.set_ylim(0, labels[-1] * 1.02)  # just above the last label, which no bar exceeds
-            axes.yaxis.set_major_formatter(functools.partial(_label, unit))
-            locator = dates.AutoDateLocator(tz=zone, minticks=min(3, len(x)), maxticks=6)
-            axes.xaxis.set_major_locator(locator)
-            axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, zone, _TIMES))
+            axes.locator_params("y", nbins=4, steps=[1, 2, 5, 10], integer=True)
+            axes.yaxis.set_major_formatter(functools.partial(_shown, family))
             axes.set_title(title, pad=20 if len(series) > 1 else 6)
             if len(series) > 1:
                 axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series))
-            text = io.StringIO()
-            figure.savefig(text, format="svg", metadata={"Date": None})
-        yield text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def _label(unit: str, value: float, position: int | None) -> str:
-    if unit == "B":
-        return format_bytes(value).replace(".0 ", " ")
-    return f"{value / 1e6:,.10g} s" if unit == "s" else f"{value:.0%}" if unit else f"{value:,.0f}"
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None})
+        yield file.getvalue()[file.getvalue().index("<svg") :]
 
 
 def snapshots(cache: Cache) -> Iterator[Row]:
@@ -401,7 +340,7 @@ def snapshots(cache: Cache) -> Iterator[Row]:
             "total": summed(changed),
             "ranks": {rank: stats for rank, stats in by_rank(changed).items() if stats.opens},
             "fetches": sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
-            "tiers": list(_tiers(cache)),
+            "tiers": _tiers(cache),
             "waits": sorted(_waiting(cache), key=lambda row: (-row["seconds"], row["url"])),
         }
 
@@ -449,34 +388,31 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     count = count or (1 if console.json else None)
     with invocation.cache(existing=True) as cache, ExitStack() as stack:
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        states = snapshots(cache)
-        snapshot = next(states)  # the first rates are relative to this snapshot
         display: Live | None = None
-        hint = "q to quit"
         if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live
 
-            display = Live(
-                frame(snapshot, hint), console=console.terminal(sys.stdout), auto_refresh=False
-            )
+            display = Live(console=console.terminal(sys.stdout), auto_refresh=False)
             stack.callback(sys.stdout.write, _SHOW_CURSOR)  # rich does not if Ctrl-C ends a redraw
             stack.callback(display.stop)  # registered before start(), which a signal may interrupt
-            display.start(refresh=True)
+            display.start()
         keys = [sys.stdin] if display is not None and sys.stdin and sys.stdin.isatty() else []
         for stdin in keys:  # keys are passed on at once, and not shown
             stack.callback(termios.tcsetattr, stdin, termios.TCSAFLUSH, termios.tcgetattr(stdin))
             tty.setcbreak(stdin, termios.TCSANOW)
-        for _ in itertools.count() if count is None else range(count):
+        for number, snapshot in enumerate(snapshots(cache)):
+            if display is not None:
+                display.update(frame(snapshot, "q to quit"), refresh=True)
+            elif number and console.json:  # the rates are relative to the first snapshot
+                ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot["ranks"].items()]
+                console.object("top", **{**snapshot, "ranks": ranks})
+            elif number:
+                console.render(frame(snapshot))
+            if number == count:
+                break
             typed, _, _ = select.select(keys, [], [], interval)  # any key refreshes
             if typed and os.read(typed[0].fileno(), 1) in (b"q", b""):  # empty: no more terminal
                 break
-            snapshot = next(states)
-            ranks = [{"rank": n, **stats.as_dict()} for n, stats in snapshot["ranks"].items()]
-            console.object("top", **{**snapshot, "ranks": ranks})
-            if display is not None:
-                display.update(frame(snapshot, hint), refresh=True)
-            elif not console.json:
-                console.render(frame(snapshot))
 
 
 def frame(snapshot: Row, hint: str = "") -> RenderableType:
@@ -491,10 +427,8 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
     beside = functools.partial(Columns, padding=(0, 2))  # below each other on a narrow terminal
     parts: list[RenderableType] = [beside([Text("shardcache top", "bold"), *head]), ""]
     for tier in snapshot["tiers"]:
-        gauge: list[RenderableType] = []
-        if limit := tier["max_size"]:
-            used = tier["disk_bytes"] / limit
-            gauge = [ProgressBar(1.0, used, width=24), f"{used:.0%}"]
+        used, limit = tier["disk_bytes"], tier["max_size"]
+        gauge = [ProgressBar(limit, used, width=24)] if limit else []
         parts += [Shortened(printable(tier["dir"])), beside([*gauge, _fill_text(tier)])]
     ranks = {_group_name(rank): stats for rank, stats in snapshot["ranks"].items()}
     seconds = snapshot["seconds"]  # the first snapshot has no rates yet
@@ -507,15 +441,13 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
     running = f"\n{counted(len(fetches), 'download')} running"
     parts.append(Text(running, "green" if fetches else ""))
     if fetches:
-        rows = [
-            [row["url"], cell(row, "DONE"), format_rate(row["bytes_per_second"]), _name(row)]
-            for row in fetches
-        ]
-        parts.append(Fitted(["SHARD", "DONE", "RATE", "PROCESS"], rows))
+        titles = ["SHARD", "DONE", "RATE"]
+        rows = [[*(cell(row, title) for title in titles), _name(row)] for row in fetches]
+        parts.append(Fitted([*titles, "PROCESS"], rows))
     if waits:
         waiting = counted(len(waits), "waiting process", "waiting processes")
         rows = [
-            [row["url"], format_duration(row["seconds"]), _name(row["holder"] or {}), _name(row)]
+            [cell(row, "SHARD"), cell(row, "TIME"), _name(row["holder"] or {}), _name(row)]
             for row in waits
         ]
         titles = ["SHARD", "TIME", "WAITS FOR", "PROCESS"]

@@ -15,10 +15,9 @@ import contextlib
 import errno
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache.files import check_own, write_new
 from shardcache.layout import Layout
@@ -49,13 +48,12 @@ _KEPT = 30 * 86_400
 _PATIENCE = 5.0
 
 
-@dataclass(slots=True)
-class Sample:
+class Sample(NamedTuple):
     """The counts of one rank in a period: ten minutes, or ten seconds of the last hour."""
 
     start: int  #: seconds since the epoch; 0 for everything older than 30 days
     rank: int  #: rank in the job, or `NO_RANK`
-    counters: Counter[str] = field(default_factory=Counter)  #: counts by name
+    counters: Counter[str]  #: counts by name
 
 
 def add(layout: Layout, rank: int, now: float, row: Mapping[str, int], busy: float) -> None:
@@ -74,13 +72,13 @@ def samples(
     With ``ever``, also return the sample that sums up everything older than 30 days. ``period`` is
     the length of the samples: `PERIOD`, or `STEP` for those of the last hour.
     """
-    samples: dict[tuple[int, int], Sample] = {}
+    found = defaultdict[tuple[int, int], Counter[str]](Counter)
     with _opened(layout, _PATIENCE) as db:
         query = "SELECT start / ? * ?, rank, name, n FROM counts WHERE start >= ? OR start = ?"
         first = max(1, int(since // period) * period)
         for start, rank, name, n in db.execute(query, (period, period, first, 0 if ever else -1)):
-            samples.setdefault((start, rank), Sample(start, rank)).counters[name] += n
-    return list(samples.values())
+            found[start, rank][name] += n
+    return [Sample(*key, counters) for key, counters in found.items()]
 
 
 def expire(layout: Layout, now: float) -> None:

@@ -178,11 +178,12 @@ def summed_by(samples: Iterable[Sample], key: Callable[[Sample], int]) -> dict[i
     return {value: summed(group) for value, group in itertools.groupby(ordered, key)}
 
 
-#: Name -> help, name of the label ("" if there is one value), and value of the label -> counter.
-#: The names never change, because dashboards depend on them: here, streamed is called bypassed.
+#: The families of counters, for text, charts and Prometheus. Name -> help, name of the label ("" if
+#: there is one value), and value of the label -> counter. The names for Prometheus never change,
+#: because dashboards depend on them: there, streamed is called bypassed.
 METRICS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
-    "opens": ("Shards opened.", "outcome",
-              {"bypassed" if name == "streamed" else name: name for name in OUTCOMES}),
+    "opens": ("Shards opened.", "outcome", {name: name for name in OUTCOMES}),
+    "hits": ("Hits in caches with tiers.", "tier", _named("hits_tier_")),
     "opened_bytes": ("Bytes read from the cache.", "", {"": "bytes_opened"}),
     "received_bytes": ("Bytes received over the network.", "source",
                        {"origin": "bytes_origin", "upstream": "bytes_upstream"}),
@@ -195,7 +196,8 @@ METRICS: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "evicted_bytes": ("Bytes of entries evicted or removed.", "", {"": "bytes_evicted"}),
     "errors": ("Errors.", "kind", _named("errors_")),
 }  # fmt: skip
-
+#: The counters of microseconds, for charts.
+WAITED = {"wait_us": ("Time that readers waited.", "for", _named("wait_us_"))}
 
 #: Name -> help, and the field of a row that has the value, which is of the moment.
 GAUGES = {
@@ -240,7 +242,8 @@ def exposition(stats: Stats, directory: str, gauges: Sequence[Mapping[str, Any]]
     for name, (about, key) in GAUGES.items():
         rows = [row for row in gauges if row.get(key) is not None]
         family(name, "gauge", about, [("", _dir_label(row["dir"]), row[key]) for row in rows])
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return text.replace('outcome="streamed"', 'outcome="bypassed"')
 
 
 def _dir_label(directory: str) -> str:

@@ -55,6 +55,8 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     assert header.split() == ["PREFIX", "SHARDS", "SIZE", "USED"]
     assert row.split()[:2] == [f"s3://{bucket}/", "4"]
     assert run("ls", "--by", "prefix", "--partial")[0] == 2
+    assert len(cache.pin(["train-000?.tar", warm[0]], "3d")) == 4 == len(cache.unpin("train-*"))
+    assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())
 
 
 def test_ls_shows_damaged_entries(run, warm, tmp_path):
@@ -232,9 +234,3 @@ def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monk
         with pytest.raises(ConfigError, match="came from another endpoint"):
             cache.prewarm(cache.select("train*"))
     assert run("rm", "-y", "train*")[1].startswith("removed 5 shards, ")
-
-
-def test_methods_take_patterns(run, warm, bucket, tmp_path):
-    with Cache(tmp_path / "cache") as cache:
-        assert len(cache.pin(["train-000?.tar", warm[0]], "3d")) == 4 == len(cache.unpin("train-*"))
-        assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())

@@ -77,3 +77,16 @@ def test_a_narrow_terminal_cuts_no_figure(width):
     )
     shown = terminal.file.getvalue()
     assert ("5.1 MB/s" in shown) == ("FETCH" in shown) == (width == 41)
+
+
+def test_a_table_fits_or_has_tabs(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    rows = [("s3://bucket/folder/train-0000.tar", "5.1 MB", "ok")]
+    for width, line in (
+        (50, "s3://bucket/folder/train-0000.tar  5.1 MB  ok"),
+        (40, "s3://buck…/train-0000.tar  5.1 MB  ok"),
+        (20, "s3://bucket/folder/train-0000.tar\t5.1 MB\tok"),
+    ):
+        monkeypatch.setenv("COLUMNS", str(width))
+        Console().table(("SHARD", "SIZE", "STATE"), rows)
+        assert capsys.readouterr().out.splitlines()[1] == line

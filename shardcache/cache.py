@@ -32,7 +32,7 @@ from shardcache.space.eviction import CleanReport, Evict, Limits, Reason
 from shardcache.stats import database
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Entry, Store, open_first
+from shardcache.store.entry import Entry, Opened, Store, open_first
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
 from shardcache.urls import COMPLETE, ShardURL
@@ -246,21 +246,22 @@ class Cache:
         shard = self._parsed(url)
         if self.process.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
-        entry = self.entry(shard)
-        return None if entry is None else entry.data
+        return None if (opened := self._opened(shard)) is None else Path(opened.path)
 
     def entry(self, url: str | ShardURL) -> Entry | None:
         """Return the shard's entry, or None if the shard is not cached."""
-        shard = self._parsed(url)
+        return None if (opened := self._opened(self._parsed(url))) is None else opened.entry
+
+    def _opened(self, shard: ShardURL) -> Opened | None:
+        """Return the closed handle of the shard's entry, which says more than its directory."""
         try:
             opened = open_first(self.process.stores(), shard.key, shard.basename)
         except DamagedError as exn:
             logger.info("%s: not used: %s", shard, exn)
             return None
-        if opened is None:
-            return None
-        opened.close()
-        return opened.entry
+        if opened is not None:
+            opened.close()
+        return opened
 
     def __contains__(self, url: str | ShardURL) -> bool:
         return self.path(url) is not None

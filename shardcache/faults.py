@@ -38,9 +38,10 @@ class _NoError(OSError):
 
 
 def os_error() -> type[OSError]:
-    """Return the class for ``except os_error():``, so that errors of a signal handler pass.
+    """Return OSError, or a class that matches nothing if the current error has no ``errno``.
 
-    A handler of an alarm may raise a TimeoutError, without an ``errno``, in any call.
+    With ``except os_error():``, an error that a signal handler raised passes: a handler of an alarm
+    may raise a TimeoutError, without an ``errno``, in any call.
     """
     return OSError if getattr(sys.exc_info()[1], "errno", None) is not None else _NoError
 

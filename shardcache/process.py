@@ -120,7 +120,7 @@ class ProcessCache:
         self._clean_due = 0.0  # when to look again whether a cleaning is due
         self._touched: dict[str, float] = {}
         self._to_copy: deque[Callable[[], None]] = deque()
-        self._copying: list[threading.Thread] = []
+        self._copying: set[threading.Thread] = set()
         self._logged: Counter[str] = Counter()  # the counts that `_end` has already logged
 
     # -- directories -------------------------------------------------------------
@@ -432,10 +432,10 @@ class ProcessCache:
             copy()
             return
         self._to_copy.append(copy)
-        self._copying = [thread for thread in self._copying if thread.is_alive()]
+        self._copying -= {thread for thread in list(self._copying) if not thread.is_alive()}
         if len(self._copying) < _COPIES:
             try:
-                self._copying.append(threads.start(self._copy_waiting, "shardcache-copy"))
+                self._copying.add(threads.start(self._copy_waiting, "shardcache-copy"))
             except threads.NoThreadError as exn:
                 logger.info("%s: not copied to an upstream yet: %s", shard, exn)
 
@@ -467,7 +467,7 @@ class ProcessCache:
             self.directories = None
             self.downloads.close()
             end = clock.monotonic() + LAST_COPIES
-            for thread in self._copying:
+            for thread in list(self._copying):
                 thread.join(max(0.0, end - clock.monotonic()))
         self._end()
 

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.layout import Layout
 from shardcache.process import ProcessCache
+from shardcache.store.entry import Opened
 from tests.support.caches import read
 from tests.support.fakes import Fault
 from tests.support.storetools import BLOCK, together, wait_until
@@ -37,6 +39,18 @@ def test_path_downloads_nothing_and_streams_are_named_by_it(make_cache, origin):
         assert Path(stream.name).read_bytes() == DATA
         stream.read(10_240)  # tarfile reads so much at once; a system call reads more
         assert stream.raw.tell() >= 128 * 1024
+
+
+def test_a_shard_that_is_evicted_at_any_moment_raises_no_error(make_cache, monkeypatch):
+    cache, close = make_cache(), Opened.close
+    cache.fetch(URL)
+
+    def evicted(opened):
+        close(opened)
+        shutil.rmtree(opened.directory)
+
+    monkeypatch.setattr(Opened, "close", evicted)
+    assert cache.path(URL).name == "train-0000.tar" and URL not in cache
 
 
 @pytest.mark.locks_work("flock")

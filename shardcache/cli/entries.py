@@ -162,7 +162,7 @@ def cell(row: Row, title: str) -> str:
 
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     """Return a row for each shard, and the totals as a row and as text."""
-    home, pins = cache.process.home, cache.pins()
+    pins = cache.pins()
     endpoints = {**cache.config.places(), "s3": cache.parse("s3://bucket/key").endpoint}
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
@@ -179,7 +179,8 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             path = f"{entry.directory}/{metadata.basename}"
             if os.lstat(path).st_size == entry.size:
                 is_pinned = entry.key in pins
-                in_use = not is_pinned and home.store.in_use(entry, path)
+                store = cache.process.tier_of(entry.directory).store
+                in_use = not is_pinned and store.in_use(entry, path)
                 row["state"] = "pinned" if is_pinned else "in_use" if in_use else "ok"
             row["path"] = path
         except (DamagedError, OSError, ValueError):  # ValueError: the sidecar has no valid date
@@ -194,12 +195,14 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         for key, url in pins.items()
         if key not in cached
     ]
-    files, space = linked(shards), home.space
-    plan = space.plan([*shards], Limits(everything=True), space.policy)
+    files, tiers, used, evictable = linked(shards), cache.process.present, 0, 0
+    for tier in tiers:
+        own = [entry for entry in shards if tier.owns(entry.directory)]
+        plan = tier.space.plan(own, Limits(everything=True), tier.space.policy)
+        used += plan.kept_bytes + plan.freed
+        evictable += sum(removal.entries[0].size for removal in plan.removed)
     size = sum(links[0].size for links in files)
-    used = plan.kept_bytes + plan.freed
-    evictable = sum(removal.entries[0].size for removal in plan.removed)
-    limits = [tier.space.max_size if shards else None for tier in cache.process.present]
+    limits = [tier.space.max_size if shards else None for tier in tiers]
     limit = None if None in limits else sum(filter(None, limits))
     footer = f"{counted(len(files), 'shard')}, {format_bytes(size)}"
     if limit is not None:

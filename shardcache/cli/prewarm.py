@@ -172,7 +172,8 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     loaded = invocation.loaded_with_job_limits()
     invocation.show_job_limits(loaded, [])
     cache = invocation.cache(loaded)
-    paths = [path for path in sorted(Path(source).rglob("*")) if SHARD.search(path.name)]
+    files = filter(Path.is_file, sorted(Path(source).rglob("*")))
+    paths = [path for path in files if SHARD.search(path.name)]
     roots = [tier.dir.resolve() for tier in cache.config.by_tier()]  # DIR may contain the cache
     paths = [p for p in paths if not any(map(p.resolve().is_relative_to, roots))]
     urls = [f"{prefix.removesuffix('/')}/{path.relative_to(source)}" for path in paths]

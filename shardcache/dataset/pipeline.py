@@ -60,7 +60,7 @@ _Pipeline = TypeVar("_Pipeline")
 _REMEMBERED = 64  # iterations of a pipeline, of which workers may be as far apart
 _EVENT = 128  # bytes, which lie in one page of memory, so that no reader sees a part of them
 _BITS = 32  # of the number of a sample in a place
-_COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # of a state
+_COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a state
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
@@ -519,12 +519,12 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         rank = 0 if shardlists.split_by_node in later else rank
         worker = 0 if shardlists.split_by_worker in later else worker
         drawn = self._seed, run.epoch, run.passes, rank, worker, number
-        seed, turn = crc32(repr(drawn).encode()), run.epoch + run.passes
+        seed, turn = crc32(repr(drawn).encode()), run.epoch * self.repetitions + run.passes
         if kind in _SHUFFLES:
             options = _shuffle_of(stage)
             if (given := options.pop("seed", None)) is not None:
                 seed = given + stage.epoch + 1 + turn if kind is filters.detshuffle else given
-            rng = random.Random(seed)  # noqa: S311 - of an order
+            rng = random.Random(seed)  # noqa: S311 - no secret
             return FilterFunction(_shuffled, **{**options, "rng": rng})
         if kind is shardlists.ResampledShards:
             stage = copy.copy(stage)

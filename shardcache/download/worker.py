@@ -389,7 +389,8 @@ class Worker:
             try:
                 partial.prove()
                 logger.info("%s: resuming at %d bytes", shard, partial.written)
-                with tier.space.reserved(shard, None, tier.space.policy):
+                size, policy = partial.metadata.info.size, tier.space.policy
+                with tier.space.reserved(shard, size, policy, exists=True):
                     return partial
             except BaseException as exn:
                 (partial.discard if is_local_error(exn) else partial.close)()

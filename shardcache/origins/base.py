@@ -66,7 +66,7 @@ class VersionChangedError(Exception):
 
 
 def failure(kind: type[OSError], text: str) -> OSError:
-    """Return an error of a connection, with an ``errno``, without which a handler raised it."""
+    """Return a connection error with an ``errno``; one without is taken for a signal handler's."""
     error = kind(text)
     error.errno = errno.EPROTO
     return error

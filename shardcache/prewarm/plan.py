@@ -182,7 +182,7 @@ def make_plan(
                 rooms[tier] = _room(tier, flights, entries, wanted)
     free = sum(max(0, room) for room in rooms.values())
     lacking, evict = max(0, needed - free), 0
-    for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._begin`
+    for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._reserve`
         unwanted = [e for e in entries if e.key not in wanted and tier.owns(e.directory)]
         victims = tier.space.policy if tier is process.home else Evict.UNUSED
         planned = tier.space.plan(unwanted, Limits(free_needed=lacking - min(0, room)), victims)

@@ -150,10 +150,11 @@ class Space:
         return allocation(self.node.base)
 
     @contextlib.contextmanager
-    def reserved(self, shard: ShardURL, size: int | None, evict: Evict) -> Iterator[None]:
-        """Reserve room for a shard, evicting others if necessary. The body must create the partial.
-
-        The size is None if it is unknown, or if the partial exists. Raises CacheFullError.
+    def reserved(
+        self, shard: ShardURL, size: int | None, evict: Evict, *, exists: bool = False
+    ) -> Iterator[None]:
+        """Reserve room for a shard, evicting others if necessary. The body must create the partial,
+        unless it ``exists``. The size is None if it is unknown. Raises CacheFullError.
         """
         if size is not None:
             if too_large := self._too_large(str(shard), size):
@@ -165,7 +166,7 @@ class Space:
                     yield
                     return
         with self._threads, self._budget_lock():
-            self._reserve(shard, size, evict)
+            self._reserve(shard, size, evict, exists)
             yield
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
@@ -209,17 +210,18 @@ class Space:
             # Not even running jobs keep shards: the kernel kills a job that lacks memory.
             return self._evict(usage, self._choose(usage, needed, Evict.ANY))
 
-    def _reserve(self, shard: ShardURL, size: int | None, evict: Evict) -> None:
+    def _reserve(self, shard: ShardURL, size: int | None, evict: Evict, exists: bool) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
-        need, part = 0 if size is None else self.allocated(size), _part(shard.key)
+        room, part = self.allocated(size or 0), _part(shard.key)
+        need = 0 if exists else room  # a listing counts what exists
         if (limits := self.limits(need)) == Limits():
             return  # no limit applies, so ``usage`` is not needed
         with self._usage() as usage:
-            if size is None:
+            if size is None or exists:
                 usage.parts[part] = None
                 usage.growing.add(part)
             self._count(usage)
-            swept, freed, least = False, 0, 2 * max(1, need)
+            swept, freed, least = False, 0, 2 * max(1, room)
             for _ in range(_PLANS):
                 over = self._over(usage, limits, need)
                 if (has_room := over <= 0 or freed >= least) or evict is Evict.NONE:

@@ -100,6 +100,7 @@ class Counters:
         """Count an open with its outcome, and the seconds that its reader waited.
 
         ``tier`` is the number, from 0, of the tier that had the shard; None if there are no tiers.
+        All but the first two count as the third.
         """
         # Repeats `add` instead of calling it: a hit must not cost much more than an open().
         if self._where is None:
@@ -110,7 +111,7 @@ class Counters:
             counted[name] += 1
             counted[wait] += int(seconds * 1e6)
             if tier is not None:
-                counted[f"hits_tier_{tier + 1}"] += 1
+                counted[f"hits_tier_{min(tier, 2) + 1}"] += 1
         if not self._soon and clock.monotonic() >= self._due:
             self._write(wait=0.0)
 

@@ -66,7 +66,7 @@ class Stats:
     errors_lock: int = 0  #: lock errors, and timeouts of waits for other processes
     hits_tier_1: int = 0  #: hits in the first tier
     hits_tier_2: int = 0  #: hits in the second tier
-    hits_tier_3: int = 0  #: hits in the third tier
+    hits_tier_3: int = 0  #: hits in the third tier, and in those after it
     wait_us_disk: int = 0  #: microseconds that readers waited for the disk
     wait_us_lock: int = 0  #: microseconds that readers waited for downloads of other readers
     wait_us_network: int = 0  #: microseconds that readers waited for their own downloads

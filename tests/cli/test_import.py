@@ -37,6 +37,7 @@ def test_matching_files_become_entries_without_a_download(run, folder, bucket, u
     code, out, _ = run("import", folder, f"s3://{bucket}/", "-n")
     assert code == 0 and "0 cached, 4 to import" in out and run("ls")[0] == 2
     (folder / "notes.txt").write_text("no shard")
+    (folder / "old.tar").mkdir()
     os.utime(folder / "train-0000.tar", (0, 0))  # a file of any time is linked
     code, out, err = run("import", folder, f"s3://{bucket}")
     assert (code, err) == (0, "") and "Imported 4 of 4 shards" in out and "4 imported" in out
@@ -47,7 +48,7 @@ def test_matching_files_become_entries_without_a_download(run, folder, bucket, u
     out = run("import", "-n", folder.parent, f"s3://{bucket}/", "--json")[1]
     assert len(json.loads(out)["shards"]) == 4  # without those of the cache
     assert run("clean", "--all", "-y")[0] == 0
-    assert not path.exists() and len(list(folder.glob("*.tar"))) == 4
+    assert not path.exists() and len(list(folder.glob("train*.tar"))) == 4
 
 
 def test_other_files_are_named_and_stay_as_they_are(run, folder, bucket, url, data, proxy):

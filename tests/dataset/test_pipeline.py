@@ -170,6 +170,10 @@ def test_the_order_of_each_epoch_is_a_promise(make):
     assert shards[0] != shards[1]
     resampled.set_epoch(0)
     assert list(dict.fromkeys(key[:4] for key in keys(resampled))) == shards[0]
+    twice = make(wds.detshuffle(99, seed=2), urls=URLS[:1]).repeat(2)
+    epochs = keys(twice), keys(twice)
+    half = len(epochs[0]) // 2
+    assert len({tuple(part) for epoch in epochs for part in (epoch[:half], epoch[half:])}) == 4
 
 
 def test_shards_that_are_shuffled_before_they_are_divided_go_to_one_reader(make_cache, monkeypatch):

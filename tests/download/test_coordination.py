@@ -178,6 +178,22 @@ def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_pat
         assert not streamed(make_cache()) and origin.requests[0][1] == 2 * BLOCK
 
 
+@pytest.mark.locks_work
+def test_a_resumed_download_evicts_as_much_as_it_needs(make_cache, origin, tmp_path):
+    origin.faults += [Fault(after=2 * BLOCK + 9), Fault(after=None)]
+    with pytest.raises(TransferError):
+        make_cache(attempts=1, connections=1).fetch(URL)
+    small = make_tar(2, members=1, size=BLOCK // 4)
+    limit = room(tmp_path, len(DATA), len(small))
+    cache = make_cache(max_size=limit, policy="lru")
+    layout(cache).usage.unlink(missing_ok=True)  # a dead download reserves no room
+    for number in range((limit - room(tmp_path, 3 * BLOCK)) // room(tmp_path, len(small))):
+        origin.objects[f"s3://lab/{number}.tar"] = small
+        cache.fetch(f"s3://lab/{number}.tar")
+    assert not streamed(cache)
+    assert room(tmp_path, *(entry.size for entry in cache.entries())) <= limit
+
+
 def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatch, caplog):
     monkeypatch.setenv("SHARDCACHE_JOB", "one")
     os.truncate(make_cache(isolation="job").fetch(URL).data, 100)

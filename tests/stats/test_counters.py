@@ -48,8 +48,10 @@ def test_threads_lose_nothing(make, layout):
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(count, range(4)))
+    counters.opened("hit", 0.0, tier=3)  # the option takes any number of tiers
     counters.flush()
-    assert (total(layout).hits, total(layout).bytes_opened) == (20_000, 60_000)
+    found = total(layout)
+    assert (found.hits, found.bytes_opened, found.hits_tier_3) == (20_001, 60_000, 1)
 
 
 def test_an_event_amid_a_write_lets_no_other_thread_write(layout, clock):

@@ -38,8 +38,8 @@ Visibility: the final name is written directly
 
 Economy: every process downloads
     download/worker.py
-    -while not lock.try_acquire(directories.holder()):
-    +while not lock.try_acquire(directories.holder()) and False:
+    -if not lock.try_acquire(directories.holder()):
+    +if not lock.try_acquire(directories.holder()) and False:
     tests/test_processes.py -k eight_processes
 
 Crashes: no process resumes the partial of a dead one
@@ -68,7 +68,7 @@ Locks: processes share a temporary name
 
 Waiting: waiting for a stopped holder never ends
     download/worker.py
-    ->= self._config.stale_after
+    ->= config.stale_after
     +>= 1e9
     tests/download/test_coordination.py -k stuck_holder_is_announced_and_passed_by
 

@@ -152,14 +152,13 @@ class Cache:
         """The root directory."""
         return self.config.dir
 
-    def parse(self, url: str) -> ShardURL:
+    def parse(self, url: str | ShardURL) -> ShardURL:
         """Parse a URL with the endpoint and the schemes of this cache. Raises ConfigError."""
+        if isinstance(url, ShardURL):
+            return url
         # The working directory may change, and so may the variables in a command.
         is_fixed = isinstance(url, str) and _FIXED.match(url)
         return self._parse_once(url) if is_fixed else self._parse(url)
-
-    def _parsed(self, url: str | ShardURL) -> ShardURL:
-        return url if isinstance(url, ShardURL) else self.parse(url)
 
     # -- reading ---------------------------------------------------------------
 
@@ -208,7 +207,7 @@ class Cache:
 
         Raises the same errors as `open` with ``strict``, because only a shard on disk has a path.
         """
-        shard = self._parsed(url)
+        shard = self.parse(url)
         if self.process.is_in_place(shard):
             with open_shard(self.process, shard):  # raises an error if the file cannot be read
                 yield shard.local_path
@@ -222,7 +221,7 @@ class Cache:
         Returns:
             The shard's entry. Its `data` is the path of the shard, and its `size` is in bytes.
         """
-        download = Download(self.process.downloads, self._parsed(url))
+        download = Download(self.process.downloads, self.parse(url))
         with contextlib.closing(self.process.fetch(download)) as opened:
             return opened.entry
 
@@ -243,14 +242,14 @@ class Cache:
 
         The file may be evicted at any time, except inside `pinned`.
         """
-        shard = self._parsed(url)
+        shard = self.parse(url)
         if self.process.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
         return None if (opened := self._opened(shard)) is None else Path(opened.path)
 
     def entry(self, url: str | ShardURL) -> Entry | None:
         """Return the shard's entry, or None if the shard is not cached."""
-        return None if (opened := self._opened(self._parsed(url))) is None else opened.entry
+        return None if (opened := self._opened(self.parse(url))) is None else opened.entry
 
     def _opened(self, shard: ShardURL) -> Opened | None:
         """Return the closed handle of the shard's entry, which says more than its directory."""
@@ -460,11 +459,10 @@ class Cache:
                     given |= {"max_size": max_size, "min_free": min_free}
                 changes = {name: value for name, value in given.items() if value is not None}
                 space = tier.limited(tier.config.replace(**changes))
-                with contextlib.nullcontext() if dry_run else space.sole_cleaner(wait=wait):
-                    is_limited = not (everything or sweep_only)
-                    limits = space.limits() if is_limited else Limits(everything=everything)
-                    reports.append(space.clean(limits, orphans=orphans, dry_run=dry_run))
-                is_used = reports[-1].kept or live_sessions(tier.node)
+                limits = Limits(everything=everything) if everything or sweep_only else None
+                report = space.clean(limits, orphans=orphans, dry_run=dry_run, wait=wait)
+                reports.append(report)
+                is_used = report.kept or live_sessions(tier.node)
                 if remove_dir and everything and not (dry_run or is_used):
                     process.counters.flush()  # which writes into the directory
                     root.remove_root(tier.node)

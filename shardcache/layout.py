@@ -178,6 +178,14 @@ class Layout:
                 temporary.unlink()
 
 
+def evicted(directory: Path) -> Path:
+    """Return a new, unique directory for an entry or partial that is to be removed."""
+    if is_key(directory.parent.name):  # <namespace>/objects/<aa>/<key>/<entry>
+        return Layout(directory.parents[3]).new_evicted(directory.parent.name)
+    # <namespace>/partial/<name>
+    return Layout(directory.parents[1]).new_evicted(directory.name.removeprefix("evict.")[:32])
+
+
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return the manifest of a root, or an empty dict if the manifest is missing or damaged."""
     manifest = read_json(root / MANIFEST)

@@ -29,7 +29,6 @@ from shardcache.faults import Disk, PausedError, fault_kind, ignoring, is_local_
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
-from shardcache.space.eviction import Evict
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import Sample
 from shardcache.store.directory import DamagedError, data_lock
@@ -116,8 +115,7 @@ class ProcessCache:
         )
         self.downloads = Downloads()
         self.directories: Directories | None = None
-        self._housekeepers = [Housekeeper(tier) for tier in self.tiers]
-        self._clean_due = 0.0  # when to look again whether a cleaning is due
+        self._housekeeper = Housekeeper(self.tiers)
         self._touched: dict[str, float] = {}
         self._to_copy: deque[Callable[[], None]] = deque()
         self._copying: set[threading.Thread] = set()
@@ -227,7 +225,7 @@ class ProcessCache:
     def evict_lru(self) -> None:
         """Keep no shards for running jobs, which does not suit random access."""
         for tier in self.tiers:
-            tier.space.policy = Evict.ANY
+            tier.space.evict_lru()
 
     # -- shards ------------------------------------------------------------------
 
@@ -362,8 +360,8 @@ class ProcessCache:
         from shardcache.download.worker import Worker
 
         started, writing = clock.monotonic(), self.disk.writing
-        if started >= self._clean_due:
-            self._clean()
+        if started >= self._housekeeper.due and self.disk.is_well:
+            self._housekeeper.check()
         self.disk.check(writing, insist=not download.can_bypass)
         opened, failed = None, 0
         try:
@@ -399,20 +397,14 @@ class ProcessCache:
         """
         directory = opened.directory
         last = self._touched.get(directory)
-        if now >= self._clean_due:  # hot path: keep the number of calls small
-            self._clean()
+        # Hot path: keep the number of calls small.
+        if now >= self._housekeeper.due and self.disk.is_well:
+            self._housekeeper.check()
         if last is None or now - last >= _TOUCH_INTERVAL:
             if len(self._touched) >= _REMEMBERED:
                 self._touched.clear()  # most of them were evicted
             self._touched[directory] = now
             self.tier_of(directory).store.touch(directory, clock.time())
-
-    def _clean(self) -> None:
-        """Start a cleaning of the cache in the background if one is due and the disk works."""
-        if self.disk.is_well:
-            for housekeeper in self._housekeepers:
-                housekeeper.check()
-            self._clean_due = min(each.due for each in self._housekeepers)
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""

@@ -30,7 +30,6 @@ from shardcache.locks.sessions import Session, live_sessions
 from shardcache.notices import Notices
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
-from shardcache.space.memory import ram_disk
 from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
@@ -153,7 +152,7 @@ class Tier:
             with ignoring(OSError):
                 # Not if a process began as early, such as the owner of a DataLoader's worker.
                 others = live_sessions(self.node)
-                if session.started < min(others, default=math.inf):
+                if (self._started or 0.0) < min(others, default=math.inf):
                     self.space.forget_refusal()
 
 
@@ -257,53 +256,45 @@ class Directories:
 
 
 class Housekeeper:
-    """Cleans in the background of a job, as ``shardcache clean`` does.
+    """Cleans the tiers of a job in the background, as ``shardcache clean`` does.
 
     A process may end in the middle of a cleaning, which does no harm.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tiers: Sequence[Tier]) -> None:
         self.due = 0.0  #: when `check` must act again, on the monotonic clock
-        self._tier = tier
+        self._tiers = tiers
         self._next = clock.monotonic() + _FIRST
-        self._thread: threading.Thread | None = None
+        self._threads: dict[Tier, threading.Thread] = {}
 
     def check(self) -> None:
-        """Start a cleaning in a thread if one is due. Otherwise, this only reads the clock."""
+        """Start a cleaning in a thread if one is due, or if a RAM disk takes the job's memory."""
         if (now := clock.monotonic()) < self.due:
             return
         self.due = now + _MEMORY_INTERVAL  # set first, so that other threads return above
-        is_busy = self._thread is not None and self._thread.is_alive()  # it may wait for a lock
-        if is_busy or self._tier.made is None:
-            return
-        try:
-            space = self._tier.space
-            is_due, in_memory = now >= self._next, ram_disk(space.node.base) is not None
-            if is_due:
-                self._next = now + _INTERVAL
-            if not in_memory:
-                self.due = self._next
-            if is_due or (in_memory and space.limits().free_needed):
-                self._thread = threads.start(lambda: self._work(space, is_due), "shardcache-clean")
-        except (os_error(), threads.NoThreadError) as exn:  # the directory may be gone
-            logger.debug("no cleaning: %s", exn)
+        if is_due := now >= self._next:
+            self._next = now + _INTERVAL
+        for tier in self._tiers:
+            # A thread each, because a RAM disk must not wait for a slow disk.
+            thread = self._threads.get(tier)
+            is_busy = thread is not None and thread.is_alive()  # it may wait for a lock
+            if tier.made and not is_busy and (is_due or tier.space.lacks_memory()):
+                with contextlib.suppress(threads.NoThreadError):
+                    work = partial(_clean, tier.space)
+                    self._threads[tier] = threads.start(work, "shardcache-clean")
 
-    def _work(self, space: Space, is_due: bool) -> None:
-        try:
-            if not is_due:
-                freed = space.relieve()
-                logger.info("evicted %d bytes from %s for the job's memory", freed, space.node.base)
-                return
-            with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned
-                # Each cleaning writes to the lock.
-                last = os.lstat(space.node.named_lock("clean")).st_mtime
-                if 0 <= clock.time() - last < _INTERVAL:
-                    return
-            with space.sole_cleaner(wait=False):
-                report = space.clean(space.limits())
+
+def _clean(space: Space) -> None:
+    """Clean a directory in the background, unless a process of the node has done so recently."""
+    try:
+        last = 0.0
+        with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned
+            last = os.lstat(space.node.named_lock("clean")).st_mtime  # each cleaning writes to it
+        if not 0 <= clock.time() - last < _INTERVAL or space.lacks_memory():
+            report = space.clean()
             if report.removed:
                 logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
-        except LockTimeoutError as exn:
-            logger.debug("%s", exn)
-        except os_error() as exn:
-            logger.info("background cleaning failed: %s", exn)
+    except LockTimeoutError as exn:
+        logger.debug("%s", exn)
+    except os_error() as exn:
+        logger.info("background cleaning failed: %s", exn)

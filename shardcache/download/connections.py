@@ -67,6 +67,15 @@ class PartQueue:
     parts: deque[range] = field(default_factory=deque)
     helpers: int = 0  #: that fetch a part at the moment
 
+    def clear(self) -> None:
+        """Drop the remaining parts."""
+        self.parts.clear()
+        self.fetch = None  # breaks the reference cycle between the queue and its transfer
+
+    def count(self, helpers: int) -> None:
+        """Count helpers that begin (1) or end (-1) to fetch a part."""
+        self.helpers += helpers
+
 
 class Connections:
     """Hands out up to ``most`` connections of a process to workers and helpers.
@@ -191,8 +200,7 @@ class Connections:
     def end(self, work: PartQueue, seconds: float | None = None) -> None:
         """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
         with self.lock:
-            work.parts.clear()
-            work.fetch = None  # breaks the reference cycle between the queue and its transfer
+            work.clear()
             self._fetched.wait_for(lambda: not work.helpers, seconds)
 
     def hand_out(self) -> None:
@@ -240,14 +248,14 @@ class Connections:
                 if work is None:
                     break
                 fetch, part = work.fetch, work.parts.popleft()
-                work.helpers += 1
+                work.count(1)
             self.hand_out()
             try:
                 assert fetch is not None
                 fetch(part)
             finally:
                 with self.lock:
-                    work.helpers -= 1
+                    work.count(-1)
                     self._fetched.notify_all()
             del work, fetch
         self._release()

@@ -42,7 +42,6 @@ class Session:
     ) -> None:
         token, holder = files.random_token(), waits[1] if waits else Holder.this_process()
         self.path = layout.sessions / (f"{waits[0]}.{token}.wait" if waits else f"{token}.session")
-        self.started = started
         self._lock = KeyLock(self.path, layout.modes)
         try:
             layout.modes.make_directory(layout.sessions, levels=0)

@@ -245,9 +245,8 @@ class _Connection:
             self.parser = HttpResponseParser(message)
             self.parser.set_dangerous_leniencies(**_LENIENT)
             self.parse(message, head)
-            message.status = self.parser.get_status_code()
+            message.head_ended(self.parser.get_status_code())
             if message.status >= 200:
-                message.keeps_alive = "close" not in message.headers.get("connection", "").lower()
                 return message
         raise failure(ConnectionError, "the server sends nothing but interim responses")
 
@@ -327,6 +326,11 @@ class _Message:
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def head_ended(self, status: int) -> None:
+        """Note the status, and whether the server keeps the connection open."""
+        self.status = status
+        self.keeps_alive = "close" not in self.headers.get("connection", "").lower()
 
     def on_body(self, data: bytes) -> None:
         self.unframed += data

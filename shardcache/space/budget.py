@@ -27,7 +27,7 @@ from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space import eviction
 from shardcache.space.eviction import CleanReport, Evict, Limits, Removal
-from shardcache.space.memory import Volume, allocation
+from shardcache.space.memory import Volume, allocation, ram_disk
 from shardcache.stats import database
 from shardcache.stats.counters import Counters
 from shardcache.store.entry import Entry, Store
@@ -145,9 +145,18 @@ class Space:
         return self._config.min_free.of(Volume.of(self.node.base).size)
 
     @lazy
+    def in_memory(self) -> bool:
+        """Whether the directory is on a RAM disk."""
+        return ram_disk(self.node.base) is not None
+
+    @lazy
     def allocated(self) -> Callable[[int], int]:
         """The function that computes the bytes on disk of a shard from its size."""
         return allocation(self.node.base)
+
+    def evict_lru(self) -> None:
+        """Keep no shards for running jobs."""
+        self.policy = Evict.ANY
 
     @contextlib.contextmanager
     def reserved(
@@ -203,12 +212,11 @@ class Space:
                 raise self._no_room(url, planned.missing)
             self._evict(usage, planned)
 
-    def relieve(self) -> int:
-        """Evict from a RAM disk until ``min_free`` is free for the job; return the bytes freed."""
-        with self._budget_lock(), self._usage() as usage:
-            needed = Limits(free_needed=self.limits().free_needed)
-            # Not even running jobs keep shards: the kernel kills a job that lacks memory.
-            return self._evict(usage, self._choose(usage, needed, Evict.ANY))
+    def lacks_memory(self) -> bool:
+        """Return whether the cache is on a RAM disk and takes memory that the job needs."""
+        with ignoring(OSError):  # the directory is gone
+            return self.in_memory and self.limits().free_needed > 0
+        return False
 
     def _reserve(self, shard: ShardURL, size: int | None, evict: Evict, exists: bool) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
@@ -223,7 +231,7 @@ class Space:
             self._count(usage)
             swept, freed, least = False, 0, 2 * max(1, room)
             for _ in range(_PLANS):
-                over = self._over(usage, limits, need)
+                over = limits.excess(usage.total + need)
                 if (has_room := over <= 0 or freed >= least) or evict is Evict.NONE:
                     if not 0 <= clock.monotonic() - usage.listed < _CORRECTED:
                         self._choose(usage, Limits(), evict, sample_only=True)  # only to count
@@ -243,10 +251,9 @@ class Space:
                         continue
                 # If limits were lowered or the disk was filled, the next admissions evict the rest,
                 # so that none waits for long.
-                later = max(0, over - least)
-                goal = limits._replace(free_needed=max(0, limits.free_needed - later))
+                goal = limits._replace(later=max(0, over - least))
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, goal, evict, need - later, sample_only=bool(missing))
+                planned = self._choose(usage, goal, evict, need, sample_only=bool(missing))
                 if planned.missing:
                     # Otherwise, entries stay because of readers, which may finish at any moment.
                     if evict is Evict.UNUSED:
@@ -256,11 +263,6 @@ class Space:
                 freed += self._evict(usage, planned)  # not all, if a process now reads one
                 limits = self.limits(need)
             raise self._no_room(str(shard))
-
-    def _over(self, usage: _Usage, limits: Limits, need: int) -> int:
-        """Return the bytes to evict for a shard of ``need`` bytes, if that is above 0."""
-        over = 0 if limits.max_size is None else usage.total + need - limits.max_size
-        return max(over, limits.free_needed)
 
     def _choose(
         self,
@@ -277,7 +279,7 @@ class Space:
         Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do. If
         possible, ``extra`` entries are evicted in addition.
         """
-        over = self._over(usage, limits, need)
+        over = limits.excess(usage.total + need)
         order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
@@ -409,22 +411,13 @@ class Space:
             with ignoring(OSError):
                 path.unlink()
 
-    def limits(self, newcomer: int | None = None) -> Limits:
-        """Return the configured limits in bytes, for the current state of the filesystem.
-
-        ``newcomer`` are the bytes on disk of the shard to admit; None for a cleaning.
-        """
+    def limits(self, newcomer: int = 0) -> Limits:
+        """Return the limits in bytes that must hold to admit ``newcomer`` bytes on disk now."""
         volume = Volume.of(self.node.base)
-        free = self.min_free
-        if newcomer is not None:
-            free += newcomer
-            if volume.free < free + self._announced():
-                free += sum(flight.reserved - flight.occupied for flight in self.flights())
-        return Limits(
-            max_size=volume.budget(self._config),
-            free_needed=max(0, free - volume.free),
-            max_age=self._config.max_age if newcomer is None else None,
-        )
+        spare = volume.free - self.min_free - newcomer
+        if spare < self._announced():
+            spare -= sum(flight.reserved - flight.occupied for flight in self.flights())
+        return Limits(max_size=volume.budget(self._config), free_needed=max(0, -spare))
 
     def _announced(self) -> float:
         """Return the final bytes on disk that the names of partials state; infinity if unknown."""
@@ -466,11 +459,29 @@ class Space:
                 gone.append(removal)
         return gone
 
-    def clean(self, limits: Limits, *, orphans: bool = False, dry_run: bool = False) -> CleanReport:
-        """Evict until the limits hold, and remove the partials and sessions of dead processes.
+    def clean(
+        self,
+        limits: Limits | None = None,
+        *,
+        orphans: bool = False,
+        dry_run: bool = False,
+        wait: bool = False,
+    ) -> CleanReport:
+        """Evict until the limits hold, by default the configured ones, and remove leftovers.
 
-        With ``orphans``, also remove partials that are younger than an hour.
+        The options are as for `Cache.clean`. Raises LockTimeoutError if another process cleans.
         """
+        seconds = self._config.lock_timeout if wait else 0.0
+        with contextlib.nullcontext() if dry_run else self._named_lock("clean", seconds) as other:
+            # A process that was stopped while it cleaned must not cost a job its memory.
+            if other is not None and not self.lacks_memory():
+                root = self.node.base.parent
+                text = f"{other} is cleaning {root}, so nothing was removed. Try again later."
+                raise LockTimeoutError(text, dir=root)
+            limits = limits or self.limits()._replace(max_age=self._config.max_age)
+            return self._clean(limits, orphans=orphans, dry_run=dry_run)
+
+    def _clean(self, limits: Limits, *, orphans: bool, dry_run: bool) -> CleanReport:
         keep = 0.0 if orphans or limits.everything else _KEEP_PARTIALS
         leftovers = list[Removal]()
         for store in self.stores():
@@ -480,7 +491,9 @@ class Space:
         reserved = sum(flight.reserved for flight in self.flights()) - (swept if dry_run else 0)
         limits = limits._replace(free_needed=max(0, limits.free_needed - swept))
         entries = [entry for store in self.stores() for entry in store.entries()]
-        evict = Evict.ANY if limits.everything else self.policy
+        # Not even running jobs keep shards in memory: the kernel kills a job that lacks it.
+        lacks_memory = limits.free_needed > 0 and self.in_memory
+        evict = Evict.ANY if limits.everything or lacks_memory else self.policy
         planned = self.plan(entries, limits, evict, reserved=reserved)
         if dry_run:
             return replace(planned, removed=(*leftovers, *planned.removed))
@@ -493,13 +506,13 @@ class Space:
             logger.info("old statistics were not merged: %s", exn)
         freed = sum(removal.size for removal in gone)
         kept_bytes = planned.kept_bytes + planned.freed - freed
-        over = 0 if limits.max_size is None else kept_bytes + reserved - limits.max_size
+        left = limits._replace(free_needed=limits.free_needed - freed)
         return replace(
             planned,
             removed=(*leftovers, *gone),
             kept=planned.kept + len(planned.removed) - len(gone),
             kept_bytes=kept_bytes,
-            missing=max(0, over, limits.free_needed - freed),
+            missing=max(0, left.excess(kept_bytes + reserved)),
             dry_run=False,
         )
 
@@ -514,29 +527,15 @@ class Space:
             yield
 
     @contextlib.contextmanager
-    def sole_cleaner(self, *, wait: bool) -> Iterator[None]:
-        """Hold the cleaning lock in the body. With ``wait``, wait up to ``lock_timeout`` for it.
-
-        Raises LockTimeoutError if another process is cleaning.
-        """
-        with self._named_lock("clean", self._config.lock_timeout if wait else 0.0) as other:
-            if other is not None:
-                root = self.node.base.parent
-                text = f"{other} is cleaning {root}, so nothing was removed. Try again later."
-                raise LockTimeoutError(text, dir=root)
-            yield
-
-    @contextlib.contextmanager
     def _named_lock(self, name: str, seconds: float) -> Iterator[Holder | None]:
         """Hold a lock of the node; yield None, or its holder if it is not free in ``seconds``.
 
         A holder that was stuck before, and still is, is not waited for again.
         """
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
-        holder = Holder.this_process()
         start = announced = clock.monotonic()
         try:
-            while not (is_ours := lock.try_acquire(holder)):
+            while not (is_ours := lock.try_acquire(Holder.this_process())):
                 now, other = clock.monotonic(), read_holder(lock.path) or _UNKNOWN
                 if now - start >= seconds or other == self._stuck:
                     break

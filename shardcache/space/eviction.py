@@ -22,9 +22,9 @@ from shardcache.files import is_idle, list_names, read_json, remove_old
 from shardcache.layout import Layout, is_pin_name, is_temporary_name
 from shardcache.locks.keys import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
-from shardcache.store.directory import DamagedError
+from shardcache.store.directory import DamagedError, remove_free
 from shardcache.store.entry import Entry, Store
-from shardcache.store.partial import in_flight, remove_leftover
+from shardcache.store.partial import in_flight
 from shardcache.units import counted, format_bytes
 from shardcache.urls import ShardURL
 
@@ -61,9 +61,15 @@ class Limits(NamedTuple):
 
     max_size: int | None = None  #: bytes on disk of entries and shards in flight together
     free_needed: int = 0  #: bytes to remove so that the filesystem keeps min_free
-    spare: int = 0  #: bytes to remove in addition, if `max_size` or `free_needed` requires removals
     max_age: float | None = None  #: seconds since the last use
     everything: bool = False  #: remove all entries that are not pinned or in use
+    spare: int = 0  #: bytes to remove in addition, if `max_size` or `free_needed` requires removals
+    later: int = 0  #: bytes that these require, but that the next evictions remove
+
+    def excess(self, total: int) -> int:
+        """Return the bytes to remove, if above 0, from a cache with ``total`` bytes on disk."""
+        over = 0 if self.max_size is None else total - self.max_size
+        return max(over, self.free_needed) - self.later
 
 
 #: The entries that are hard links to one file: the same version of a shard in several namespaces.
@@ -139,13 +145,13 @@ class Policy(NamedTuple):
             since = max(oldest, now - _PROTECTED_FOR)
         return cls(now, since, frozenset(pinned))
 
-    def last_used(self, entry: Entry) -> float:
-        """Return when an entry was last used, or 0 if its timestamp is in the future."""
-        return _past(entry.used, self.now)
+    def last_used(self, links: Links) -> float:
+        """Return when any of the links was last used; a timestamp in the future counts as 0."""
+        return max(_past(entry.used, self.now) for entry in links)
 
-    def protects(self, entry: Entry) -> bool:
-        """Return whether an entry stays because it was used since the running jobs began."""
-        return self.since is not None and self.last_used(entry) >= self.since
+    def protects(self, links: Links) -> bool:
+        """Return whether a file stays because it was used since the running jobs began."""
+        return self.since is not None and self.last_used(links) >= self.since
 
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
@@ -236,9 +242,9 @@ def plan(
     """
     files = linked(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
-    over = -math.inf if limits.max_size is None else total + reserved - limits.max_size
-    short = limits.free_needed or -math.inf
-    spare = limits.spare if max(over, short) > 0 else 0
+    needed = limits.excess(total + reserved)
+    left = needed + limits.spare if needed > 0 else 0
+    stricter = Reason.MAX_SIZE if needed > limits.free_needed - limits.later else Reason.MIN_FREE
     # Evict older versions of a shard before its newest one. If the newest one were evicted first,
     # readers would get an older version again.
     versions = Counter(links[0].key for links in files)
@@ -249,15 +255,12 @@ def plan(
         key, version = links[0].key, links[0].version
         return newest.get(key, version) != version and key not in policy.pinned
 
-    def last_used(links: Links) -> float:
-        return max(map(policy.last_used, links))
-
     def is_aged(links: Links) -> bool:
-        return limits.max_age is not None and policy.now - last_used(links) > limits.max_age
+        return limits.max_age is not None and policy.now - policy.last_used(links) > limits.max_age
 
     def order(links: Links) -> tuple[object, ...]:
         # Aged shards are evicted in any case, so they make room for others.
-        return not is_replaced(links), not is_aged(links), last_used(links), *links[0]
+        return not is_replaced(links), not is_aged(links), policy.last_used(links), *links[0]
 
     removed: list[Removal] = []
     for links in sorted(files, key=order):
@@ -265,21 +268,20 @@ def plan(
             reason = Reason.ALL
         elif is_aged(links):
             reason = Reason.MAX_AGE
-        elif max(over, short) + spare > 0:
-            reason = Reason.MAX_SIZE if over + spare > 0 else Reason.MIN_FREE
+        elif left > 0:
+            reason = stricter
         else:
             continue
-        kept = links[0].key in policy.pinned or any(map(policy.protects, links))
+        kept = links[0].key in policy.pinned or policy.protects(links)
         if (kept and not is_replaced(links)) or any(map(in_use, links)):
             continue
         size = disk_bytes(links, allocated)
         removed.append(Removal(links[0].directory, size, reason, links))
-        over -= size
-        short -= size
-    kept_bytes = total - sum(removal.size for removal in removed)
-    missing = int(max(0, over, short))
+        left -= size
+    freed = sum(removal.size for removal in removed)
+    missing = max(0, needed - freed)
     pinned, stay = sum(f[0].key in policy.pinned for f in files), len(files) - len(removed)
-    return CleanReport(tuple(removed), stay, kept_bytes, missing, dry_run=True, pinned=pinned)
+    return CleanReport(tuple(removed), stay, total - freed, missing, dry_run=True, pinned=pinned)
 
 
 def sweep(
@@ -295,7 +297,7 @@ def sweep(
         path, occupied = flight.path, flight.occupied
         if flight.live or (keep and occupied and flight.key and not is_idle(path, keep)):
             continue
-        if dry_run or remove_leftover(layout, path):
+        if dry_run or remove_free(path, layout.grace):
             yield Removal(str(path), allocated(occupied), Reason.ORPHAN)
     if not dry_run:
         remove_dead(layout)

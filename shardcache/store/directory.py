@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardcache import files
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, os_error
-from shardcache.layout import META, PROGRESS, Layout, is_side_file
+from shardcache.layout import META, PROGRESS, evicted, is_side_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.urls import parse_url
 
@@ -161,12 +161,12 @@ def data_lock(
     return files.locked(data, shared=shared, remove=remove, of=directory)
 
 
-def hide(directory: Path, layout: Layout, key: str) -> Path | None:
+def hide(directory: Path) -> Path | None:
     """Rename an entry or a partial to a name that readers ignore and the next sweep removes.
 
     Returns the new path, or None if the directory is gone or is a mount point.
     """
-    hidden = layout.new_evicted(key)
+    hidden = evicted(directory)
     try:
         return directory.rename(hidden)
     except os_error() as exn:
@@ -185,10 +185,10 @@ def hide(directory: Path, layout: Layout, key: str) -> Path | None:
     return hidden
 
 
-def remove_free(directory: Path, layout: Layout, key: str) -> bool:
-    """Remove an entry or a partial unless a process holds its lock; return whether it is gone."""
-    with data_lock(directory, layout.grace, remove=True) as free:
-        if not free or (hidden := hide(directory, layout, key)) is None:
+def remove_free(directory: Path, grace: float | None) -> bool:
+    """Remove an entry or a partial unless a process uses it; return whether it is gone."""
+    with data_lock(directory, grace, remove=True) as free:
+        if not free or (hidden := hide(directory)) is None:
             return False
         # Keep the lock until the names are gone, so that a reader that gets its lock afterwards
         # sees a link count of zero and repeats its lookup.

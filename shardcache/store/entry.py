@@ -252,10 +252,9 @@ class Store:
         self.layout = layout
         self._grace = layout.grace
         self._boot = boot_id() if verify_after_boot else ""
-        # key -> (directory, data file, size), (number of the file's names, when that changed). No
-        # lock is needed, because single dict operations are atomic, and an outdated row costs only
-        # one failed open.
-        self._known: dict[str, tuple[tuple[str, str, int], tuple[int, ...]]] = {}
+        # key -> directory, data file, size. No lock is needed, because single dict operations are
+        # atomic, and an outdated row costs only one failed open.
+        self._known: dict[str, tuple[str, str, int]] = {}
 
     def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
         """Open the newest entry of a shard, except ``outdated`` versions; return None for a miss.
@@ -265,11 +264,10 @@ class Store:
         known = None if outdated else self._known.get(key)
         if known is not None:
             try:
-                opened = open_data(*known[0], self._grace)
+                opened = open_data(*known, self._grace)
                 if opened is not None:
-                    names = opened.status.st_nlink
-                    if names == 1 or (names, opened.status.st_ctime_ns) == known[1]:
-                        return opened  # otherwise, it may be marked
+                    if opened.status.st_nlink == 1 or not is_marked(known[0], opened.status):
+                        return opened
                     opened.close()
             except (DamagedError, os_error()) as exn:  # raised again below, unless it is gone
                 logger.debug("%s: %s", key, exn)
@@ -280,8 +278,7 @@ class Store:
                 if opened is not None and is_marked(directory, opened.status):
                     opened.close()
                 elif opened is not None:
-                    links = opened.status.st_nlink, opened.status.st_ctime_ns
-                    self._remember(key, directory, basename, size, *links)
+                    self._remember(key, directory, basename, size)
                     return opened
         return None
 
@@ -326,10 +323,10 @@ class Store:
         is_replaced = is_marked(entry.directory, status)
         return is_data and not is_replaced and (not self._boot or boot == self._boot)
 
-    def _remember(self, key: str, directory: str, basename: str, size: int, *links: int) -> None:
+    def _remember(self, key: str, directory: str, basename: str, size: int) -> None:
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[key] = (directory, f"{directory}/{basename}", size), links
+        self._known[key] = directory, f"{directory}/{basename}", size
 
     def publish(
         self, partial: Partial, metadata: Metadata, others: Sequence[Path], *, sync: bool = False
@@ -417,8 +414,7 @@ class Store:
 
     def evict(self, entry: Entry) -> bool:
         """Remove an entry of any namespace of this root unless it is in use; return whether so."""
-        removed = remove_free(entry.path, _namespace(entry.path, self._grace), entry.key)
-        if removed:
+        if removed := remove_free(entry.path, self._grace):
             with ignoring(OSError):  # it has another version, or is already gone
                 entry.path.parent.rmdir()
         return removed
@@ -448,15 +444,10 @@ def set_aside(directory: Path, reason: str) -> bool:
 
     The caller must hold the key's lock, because an intact entry may replace the damaged one.
     """
-    hidden = hide(directory, _namespace(directory), directory.parent.name)
-    if hidden is not None:
-        logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
-    return hidden is not None
-
-
-def _namespace(directory: Path, grace: float | None = None) -> Layout:
-    """Return the namespace of the entry directory <namespace>/objects/<aa>/<key>/<entry>."""
-    return Layout(directory.parents[3], grace=grace)
+    if hide(directory) is None:
+        return False
+    logger.info("set aside a damaged entry: %s (%s)", directory.name, reason)
+    return True
 
 
 def open_first(

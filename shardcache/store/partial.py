@@ -4,7 +4,7 @@ The journal, the file ``progress``, has a header, the known part of the sidecar,
 each block, with its digest and length, or zeros if the block is not on disk.
 
 The process that holds the exclusive flock on the data file is the writer. When it dies, another
-process may take the partial over (`Partial.claim`) or remove it (`remove_leftover`). Both first
+process may take the partial over (`Partial.claim`) or remove it (`remove_free`). Both first
 rename the directory, so if several processes try, only one succeeds. If locks do not work, a live
 writer may lose its partial in this way, but it writes only the same bytes of the same version.
 """
@@ -36,7 +36,6 @@ from shardcache.store.directory import (
     data_file,
     data_lock,
     remove_directory,
-    remove_free,
 )
 
 _MAGIC = b"SHCPROG3"
@@ -436,9 +435,3 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
                 continue
             key, version, size = parsed or ("", "", None)
             yield InFlight(path, key, version, not free, occupied, size)
-
-
-def remove_leftover(layout: Layout, path: Path) -> bool:
-    """Remove a directory of `in_flight` unless a process uses it; return whether it is gone."""
-    key = path.name.removeprefix("evict.").partition(".")[0]
-    return files.is_directory(path) and remove_free(path, layout, key)

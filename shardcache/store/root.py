@@ -62,7 +62,6 @@ def make_root(config: Config) -> Layout:
         raise ConfigError(f"{exn.filename} is not a directory. Set dir to a directory.") from exn
     except FileNotFoundError as exn:  # the filesystem is one of the kernel, such as /proc
         raise FileNotFoundError(exn.errno, exn.strerror, str(root)) from exn
-    check_manifest(config)
     check_root(config)
     layout = Layout.of_root(root, modes)
     layout.make()
@@ -91,7 +90,6 @@ def check_usable(config: Config) -> None:
         if not path.is_dir():
             advice = "Point dir at a directory, or at a name in one."
             raise ConfigError(f"{path} is not a directory. {advice}")
-        check_manifest(config)
         if path == root:
             check_root(config)
     except os_error() as exn:
@@ -183,8 +181,9 @@ def remove_root(layout: Layout) -> None:
 
 
 def check_root(config: Config) -> None:
-    """Raise ConfigError if others could tamper with the root, or if it has links or other files."""
+    """Raise ConfigError if a directory must not be used: `check_manifest`, owner, links, files."""
     root = config.dir
+    check_manifest(config)
     if reason := Modes.of(config.shared_group).objection(root, root.stat()):
         raise ConfigError(reason)
     _check_foreign(root)

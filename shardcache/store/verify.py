@@ -8,7 +8,6 @@ file are set aside together; otherwise the next reader would make a new link to 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -55,6 +54,16 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
+    def plan(self, entry: Entry) -> None:
+        """Count an entry to check."""
+        self.shards += 1
+        self.bytes += entry.size
+
+    def check(self, entry: Entry) -> None:
+        """Count an entry that was checked."""
+        self.done += 1
+        self.passed += entry.size
+
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
@@ -78,8 +87,7 @@ def verify(
     shards: dict[str, list[tuple[Store, Entry]]] = {}
     for store, entry in entries:
         shards.setdefault(entry.key, []).append((store, entry))
-        status.shards += 1
-        status.bytes += entry.size
+        status.plan(entry)
     is_closed = False
 
     def check_stopped() -> None:
@@ -108,8 +116,8 @@ def verify(
     pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
     try:
         for copies, findings in zip(shards.values(), pool.map(check, shards.values()), strict=True):
-            status.done += len(copies)
-            status.passed += sum(entry.size for _, entry in copies)
+            for _, entry in copies:
+                status.check(entry)
             yield from findings
     finally:
         is_closed = True
@@ -139,7 +147,10 @@ def _check(
                             raise DamagedError("its bytes changed since they were downloaded")
                         problem = archive_problem(file.fileno(), path.name, entry.size)
         except DamagedError as exn:
-            return [_damaged(Finding(entry, url, EntryState.DAMAGED, str(exn)), before, locked)]
+            if not os.path.samestat(os.lstat(entry.directory), before):
+                return []  # a new entry has replaced it
+            finding = Finding(entry, url, EntryState.DAMAGED, str(exn))
+            return [_set_aside(finding, before, locked) if locked else finding]
     except os_error() as exn:
         if exn.errno in GONE:
             return []
@@ -147,13 +158,11 @@ def _check(
     return [Finding(entry, url, EntryState.MALFORMED if problem else EntryState.OK, problem)]
 
 
-def _damaged(finding: Finding, before: os.stat_result, locked: _Locked | None) -> Finding:
+def _set_aside(finding: Finding, before: os.stat_result, locked: _Locked) -> Finding:
     """Set a damaged entry aside, unless a new entry has replaced it since it was read."""
     path = finding.entry.path
-    if not os.path.samestat(path.lstat(), before):
-        raise FileNotFoundError(errno.ENOENT, "it is gone", str(path))
     try:
-        with locked(path) if locked else contextlib.nullcontext(False) as is_locked:
+        with locked(path) as is_locked:
             # Publishing takes this lock, so no process can replace the entry now.
             if is_locked and os.path.samestat(path.lstat(), before):
                 set_aside(path, f"found by verify: {finding.reason}")

@@ -18,7 +18,7 @@ from shardcache.units import format_bytes
 from tests.support.clitools import Command
 from tests.support.disktools import disk, needs_root
 from tests.support.proxy import Answer, Fault, Rule
-from tests.support.storetools import PATIENCE, damage, tree, wait_until
+from tests.support.storetools import PATIENCE, damage, taken, tree, wait_until
 from tests.support.tars import make_tar
 
 
@@ -133,7 +133,7 @@ def test_exit_codes_and_error_messages(run, warm, bucket, s3, tmp_path, monkeypa
         damage(cache.entry(warm[3]).data)
         s3.put(bucket, "large.tar", cache.entry(warm[0]).data.read_bytes())
         stack.enter_context(cache.open(warm[0]))
-        stack.enter_context(cache.process.home.space.sole_cleaner(wait=True))
+        stack.callback(taken(cache.process.home.node.named_lock("clean")).release)
         for line, expected in ENDS.items():
             words = [word.format(*warm, bucket=bucket) for word in line.split()]
             with monkeypatch.context() as small:

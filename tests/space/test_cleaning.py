@@ -21,7 +21,17 @@ from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.disktools import disk, needs_root, overlay
 from tests.support.shop import Shop
-from tests.support.storetools import age, begun, layout_of, publish, room, taken, tree, wait_until
+from tests.support.storetools import (
+    PATIENCE,
+    age,
+    begun,
+    layout_of,
+    publish,
+    room,
+    taken,
+    tree,
+    wait_until,
+)
 
 MIB = 1 << 20
 
@@ -155,17 +165,43 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
 @pytest.mark.locks_work
 def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "_MEMORY_INTERVAL", 0.0)
+    gate, clean = threading.Event(), Space.clean
+    monkeypatch.setattr(Space, "clean", lambda space: gate.wait() and clean(space))
     shop = Shop(tmp_path, count=1)
     with disk(shop.path, "size=16m"):
         with shop.cache() as cache:
             cache.fetch(shop.urls[0])
-        lock = taken(layout_of(shop.path).named_lock("budget"))
+        lock = taken(layout_of(shop.path).named_lock("clean"))  # by a process that was stopped
         with shop.cache(min_free="100%") as cache:
             for _ in range(3):
                 cache.open(shop.urls[0]).close()
                 assert [each.name for each in threading.enumerate()].count("shardcache-clean") == 1
-            lock.release()
+            gate.set()
             wait_until(lambda: shop.urls[0] not in cache)
+        lock.release()
+
+
+def test_a_ram_disk_does_not_wait_until_a_slow_disk_is_clean(tmp_path, monkeypatch):
+    shop, ram, gate = Shop(tmp_path, count=1), tmp_path / "ram", threading.Event()
+    cleaned = list[Path]()
+
+    def clean(space: Space) -> CleanReport:
+        cleaned.append(directory := space.node.base.parent)
+        assert directory == ram or gate.wait(PATIENCE)
+        return CleanReport((), 0, 0, 0, dry_run=False)
+
+    def read_again() -> bool:
+        cache.open(shop.urls[0]).close()
+        return cleaned.count(ram) > 2
+
+    monkeypatch.setattr(tiers, "_FIRST", -1.0)
+    monkeypatch.setattr(tiers, "_MEMORY_INTERVAL", 0.0)
+    monkeypatch.setattr(Space, "clean", clean)
+    monkeypatch.setattr(Space, "lacks_memory", lambda space: space.node.base.parent == ram)
+    with shop.cache(tiers=[str(ram)]) as cache:
+        wait_until(read_again)
+        assert cleaned.count(shop.path) == 1
+        gate.set()
 
 
 @pytest.mark.locks_work

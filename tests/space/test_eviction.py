@@ -37,9 +37,10 @@ limits_ = st.builds(
     Limits,
     max_size=st.none() | st.integers(0, 500),
     free_needed=st.integers(0, 300),
-    spare=st.just(0),
     max_age=st.none() | st.sampled_from([0.0, 500.0, 6000.0]),
     everything=st.booleans(),
+    spare=st.just(0),
+    later=st.just(0),
 )
 
 
@@ -110,7 +111,7 @@ def test_running_jobs_protect_recently_used_shards(layout, used, started, stays)
     sessions = [Session(layout, now + date) for date in started]
     entry = Entry("/objects/key/v", "key", "v", 10, now + used)
     for evict, keeps in (Evict.UNUSED, stays), (Evict.ANY, False):
-        assert Policy.of(layout, now, (), evict).protects(entry) is keeps
+        assert Policy.of(layout, now, (), evict).protects((entry,)) is keeps
     for session in sessions:
         session.close()
 

@@ -11,14 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardcache.layout import META, PROGRESS, Layout
-from shardcache.store.directory import Metadata
-from shardcache.store.partial import (
-    Partial,
-    PartialSource,
-    in_flight,
-    read_journal,
-    remove_leftover,
-)
+from shardcache.store.directory import Metadata, remove_free
+from shardcache.store.partial import Partial, PartialSource, in_flight, read_journal
 from tests.support.storetools import (
     BLOCK,
     age,
@@ -177,7 +171,7 @@ def half_evicted(layout) -> Path:
 
 
 def sweep(layout) -> int:
-    return sum(remove_leftover(layout, found.path) for found in in_flight(layout) if not found.live)
+    return sum(remove_free(found.path, None) for found in in_flight(layout) if not found.live)
 
 
 @pytest.mark.locks_work
@@ -199,7 +193,7 @@ def test_dead_partials_in_any_state_are_removed(layout, tmp_path):
         assert sweep(layout) == 5
     assert tree(tmp_path) == before
     live.seal(metadata_for(data=DATA), layout.modes, sync=False)
-    assert not remove_leftover(layout, live.path)
+    assert not remove_free(live.path, None)
     live.discard()
 
 
@@ -210,6 +204,6 @@ def test_without_flock_only_idle_partials_count_as_dead(layout, monkeypatch):
     os.utime(live / "a.tar", (1, 1))  # but its progress is fresh
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOSYS, real=fcntl.flock))
     assert {f.path: f.live for f in in_flight(layout)} == {live: True, idle: False, doomed: False}
-    assert not remove_leftover(layout, live)
+    assert not remove_free(live, None)
     assert sweep(layout) == 2
     assert os.listdir(layout.partial) == [live.name]

@@ -14,9 +14,9 @@ import pytest
 
 from shardcache.files import try_flock
 from shardcache.layout import META
-from shardcache.store.directory import DamagedError
+from shardcache.store.directory import DamagedError, remove_free
 from shardcache.store.entry import Entry, Store, set_aside
-from shardcache.store.partial import in_flight, remove_leftover
+from shardcache.store.partial import in_flight
 from shardcache.urls import parse_url
 from tests.support.storetools import (
     BLOCK,
@@ -131,7 +131,7 @@ def test_a_damaged_entry_is_set_aside_and_can_be_published_again(store, message,
         assert not set_aside(entry.path, "test")
     assert read(store) is None
     [aside] = in_flight(store.layout)
-    assert remove_leftover(store.layout, aside.path)
+    assert remove_free(aside.path, None)
     harm(publish(store).path)
     entry = publish(again(store))
     assert read(again(store)) == b"shard"

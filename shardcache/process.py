@@ -183,13 +183,13 @@ class ProcessCache:
         """Create the directories that changed, at first all, and return all usable ones."""
         from shardcache.tiers import Directories
 
+        # Child processes of multiprocessing end without running atexit handlers.
+        if not _finalizers and (util := sys.modules.get("multiprocessing.util")):
+            _finalizers.append(util.Finalize(None, _end_all, exitpriority=0))
         for tier in self.tiers if self.directories is None else self._changed_tiers():
             self._make(tier)
         usable = [tier for tier in self.tiers if tier.made or tier is self.home]
         self._touched.clear()
-        # Child processes of multiprocessing end without running atexit handlers.
-        if not _finalizers and (util := sys.modules.get("multiprocessing.util")):
-            _finalizers.append(util.Finalize(None, _end_all, exitpriority=0))
         return Directories(usable, self._ranks, self.disk, self.notices)
 
     def _make(self, tier: Tier) -> None:

@@ -375,6 +375,12 @@ def _check_readers(
             "rank and worker. So some samples are read several times, and others not at all. Put "
             "the shuffle after split_by_node and split_by_worker."
         )
+    if known and not by_node and ranks > 1 and is_new("undivided", cache):
+        logger.warning(
+            "each of the %d ranks reads all shards. Add wds.split_by_node to the pipeline, unless "
+            "the list of shards is the part of one rank.",
+            ranks,
+        )
     if known and not by_worker and workers > 1 and is_new("unsplit", cache):
         logger.warning(
             "each of the %d workers reads all shards of its rank. Add wds.split_by_worker to the "

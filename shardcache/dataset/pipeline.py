@@ -412,10 +412,14 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def track(self, loader: Any) -> Iterator[Any]:
         """Iterate over a plain ``DataLoader`` of this pipeline. Then `state_dict` returns the
         positions of its workers after the last batch, and not how far they have read ahead: until
-        the loop ends and another iteration begins, or an epoch or a state is set.
+        another iteration begins, or an epoch or a state is set. After all batches, it returns the
+        start of the next epoch.
         """
         if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
-            raise ConfigError(f"track takes torch's DataLoader, not a {type(loader).__name__}.")
+            raise ConfigError(
+                f"track takes torch's DataLoader, not a {type(loader).__name__}. Write: "
+                "dataset.track(torch.utils.data.DataLoader(dataset, ...))."
+            )
         if loader.dataset is not self:  # its state would not fit this pipeline
             raise ConfigError(
                 "track takes a DataLoader of this pipeline, and not of a copy, such as "
@@ -432,13 +436,19 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         loaded = _workers_of(self._loaded) if self._is_waiting(epochs) else []
         known = {each["worker"]: each for each in loaded}
         found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
-        # After the loop, the position holds until another iteration begins.
+        # After a loop that was left, the position holds until another iteration begins.
         self._tracked = own = {"epoch": epochs.epoch, "workers": found, "until": None}
+        is_over = bool(loaded)
         try:
             for position, batch in tracked:
-                own["epoch"] = position["epoch"]
+                own["epoch"], is_over = position["epoch"], False
                 found[position["worker"]] = constant | position
                 yield batch
+            if self._tracked is own:
+                self._run = self._tracked = None
+            if is_over:
+                text = "the state has the end of epoch %d, of which no batch is left"
+                logger.warning(text, own["epoch"])
         finally:
             if not sys.is_finalizing():
                 own["until"] = self.epoch

@@ -220,7 +220,7 @@ class Space:
 
     def _reserve(self, shard: ShardURL, size: int | None, evict: Evict, exists: bool) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
-        room, part = self.allocated(size or 0), _part(shard.key)
+        room, part = 0 if size is None else self.allocated(size), _part(shard.key)
         need = 0 if exists else room  # a listing counts what exists
         if (limits := self.limits(need)) == Limits():
             return  # no limit applies, so ``usage`` is not needed

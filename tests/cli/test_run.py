@@ -108,6 +108,7 @@ def test_the_last_line_counts_the_opens_of_this_run_only(launch, spec, bucket):
     ("shards", "directory", "samples", "line", "last"),
     [
         (None, "/proc/c", 40, "no shard will be cached", "last second may be missing"),
+        (None, "/etc", 40, "no shard will be cached", "8 shards opened, 0 of them from the cache"),
         ("s3://nowhere/{0..9}.tar", "c", 0, "s3://nowhere/", "; 20 could not be opened"),
         ("pipe:true {0..9} | cat", "c", 0, "and WebDataset reads it", "; 10 shards not cached"),
     ],

@@ -756,6 +756,21 @@ def test_only_a_tracked_iteration_has_positions(of_files, workers):
     assert sorted(flat(dataset.track(batches_of(dataset, workers)))) == sorted(rest)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_all_batches_a_state_begins_the_next_epoch(of_files, workers, caplog):
+    one, two, three = (of_files(wds.shuffle(5)) for _ in range(3))
+    for _ in one.track(batches_of(one, workers)):
+        last = saved(one)
+    two.load_state_dict(saved(one))
+    following = flat(two.track(batches_of(two, workers)))
+    assert sorted(following) == KEYS[:46] and two.epoch == 2
+    assert "no batch is left" not in caplog.text
+    three.load_state_dict(last)
+    assert flat(three.track(batches_of(three, workers))) == []
+    assert "the end of epoch 0, of which no batch is left" in caplog.text
+    assert flat(three.track(batches_of(three, workers))) == following
+
+
 def test_a_state_that_only_workers_know_is_said(of_files, caplog):
     dataset = of_files()
     flat(batches_of(dataset))

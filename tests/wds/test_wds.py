@@ -298,7 +298,8 @@ def test_attach_warns_once_of_a_repeated_order(pipeline, make_cache, origin, cap
     [
         (4, 2, [wds.split_by_node, wds.split_by_worker, wds.shuffle(9)], None),
         (3, 2, [wds.split_by_node, wds.split_by_worker], "2 ranks x 2 workers, so 1 of 4"),
-        (1, 2, [wds.split_by_worker], "1 ranks x 2 workers, so 1 of 2"),
+        (1, 1, [wds.split_by_worker], "1 ranks x 2 workers, so 1 of 2"),
+        (4, 2, [wds.split_by_worker], "each of the 2 ranks reads all shards"),
         (4, 1, [wds.split_by_node, wds.shuffle(9)], "each of the 2 workers reads all shards"),
         (4, 1, [], "each of the 2 workers reads all shards"),
         (4, 1, [list], None),  # it may split them

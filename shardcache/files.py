@@ -352,8 +352,10 @@ def locked(
                 free = None
             else:  # errors such as EMFILE say nothing about the lock
                 raise
-        if free is None:
-            free = is_idle(Path(of or path))
+        if free is None and of is not None:
+            free = is_idle(Path(of))
+        elif free is None:  # the modification of a session may be older than its file
+            free = time.time() - os.stat(fds[0] if fds else path).st_ctime > IDLE_GRACE  # noqa: PTH116
         yield free
     finally:
         for fd in fds:

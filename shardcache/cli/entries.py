@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import Console, Row, local_time
 from shardcache.clock import utc
-from shardcache.errors import ShardNotFoundError
+from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.keys import read_holder
 from shardcache.origins.listing import Selection
 from shardcache.prewarm.plan import expand
@@ -174,8 +175,8 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
             row["url"], row["digest"] = metadata.url, metadata.digest
             row["checked"], row["etag"] = metadata.checked, metadata.info.etag
             row["fetched_at"] = utc(metadata.fetched_at)
-            if metadata.endpoint not in (None, endpoints.get(metadata.url.partition(":")[0])):
-                row["endpoint"] = metadata.endpoint or "AWS"
+            if metadata.endpoint != endpoints.get(metadata.url.partition(":")[0]):
+                row["endpoint"] = _other_endpoint(cache, entry.key, metadata.url)
             path = f"{entry.directory}/{metadata.basename}"
             if os.lstat(path).st_size == entry.size:
                 is_pinned = entry.key in pins
@@ -192,9 +193,10 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     cached = {entry.key for entry in shards}
     not_cached = [
         _SHARD | {"url": url or None, "state": "not_cached", "key": key}
+        | {"endpoint": _other_endpoint(cache, key, url)}
         for key, url in pins.items()
         if key not in cached
-    ]
+    ]  # fmt: skip
     files, tiers, used, evictable = linked(shards), cache.process.present, 0, 0
     for tier in tiers:
         own = [entry for entry in shards if tier.owns(entry.directory)]
@@ -216,6 +218,12 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     summary = {"shards": len(files), "bytes": size, "disk_bytes": used, "max_size": limit}
     summary |= {"evictable_bytes": evictable, "not_cached": len(not_cached)}
     return [*shards.values(), *not_cached], summary, footer
+
+
+def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
+    with contextlib.suppress(ConfigError):  # a damaged record, or a command
+        return cache.other_endpoint(replace(cache.parse(url), key=key))
+    return None
 
 
 def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:

@@ -75,7 +75,7 @@ _COMMANDS = {
 
 #: Command, and a part of its usage error -> advice.
 _ADVICE = {
-    "doctor unexpected extra argument": "Pass --url URL.",
+    "doctor unexpected extra": "Pass --url URL.",
     "stats 'json'": "Pass --json.",
     **{name: f"It was removed. {advice}" for name, advice in REMOVED.items()},
 }

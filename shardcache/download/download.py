@@ -18,7 +18,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from shardcache import clock, threads
-from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError
+from shardcache.errors import CacheFullError, FetchCancelledError, LockTimeoutError, ShardCacheError
 from shardcache.urls import ShardURL
 
 if TYPE_CHECKING:
@@ -148,10 +148,18 @@ class Download:
             return response
 
     def attend(self) -> bool:
-        """Turn a download ahead into one that a reader waits for; return False if it gave way."""
+        """Turn a download ahead into one that a reader waits for.
+
+        Returns False if the reader must open the shard again. It must not if an error of the origin
+        ended the download, which a new download would only repeat.
+        """
         with self._table.lock:
             self.is_ahead = False
-            return self.state is not State.CANCELLED
+            if self.state in (State.WAITING, State.RUNNING):
+                return True
+            if isinstance(self._error, ShardCacheError) and not isinstance(self._error, PASSING):
+                return True
+            return self._opened is not None or self._response is not None
 
     def leave(self) -> None:
         """Count one reader less. The garbage collector may call this in any thread.

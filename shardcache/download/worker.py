@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 from collections import Counter
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 #: Downloads per node that ignore the lock of a stale holder, which must not cause a storm.
 _PRIVATE = 2
+#: Downloads per node of shards that no reader needs yet: enough to keep a fast link busy.
+_AHEAD = 16
 #: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
 #: Headers that a download reads if an archive may have an end marker amid its members: some 20 ms.
@@ -125,6 +128,7 @@ class Worker:
                     url=str(shard),
                 ) from None
             logger.warning("%s changed while it was downloaded; starting over", shard)
+            self._source = next(self._sources, source)  # that of before, if a partial barred it
         elif isinstance(exn, MismatchError):
             if count > _MISMATCHED:
                 raise IntegrityError(
@@ -165,8 +169,13 @@ class Worker:
         shard = download.shard
         lock: _Lock | None
         with contextlib.ExitStack() as stack:
-            if download.is_ahead and self._resources.connections.crowded:
-                download.give_way()
+            if download.is_ahead:
+                is_crowded = self._resources.connections.crowded
+                slot = None if is_crowded else directories.slot("ahead", _AHEAD)
+                if slot is None:
+                    download.give_way()
+                else:
+                    stack.callback(slot.release)
             lock = directories.key_lock(shard.key)
             stack.callback(directories.release, lock)
             if not lock.try_acquire(directories.holder()):
@@ -284,6 +293,7 @@ class Worker:
         partial = None if lock is None else self._resume(lock)
         if partial is not None and partial.metadata.digest != (self._source.digest or ""):
             # The bytes of the upstream could not be proven together with those of the partial.
+            self._sources = itertools.chain([self._source], self._sources)
             self._source = resources.origins.of(shard)
         source = self._source
         whole = partial is None and self._is_best_whole()

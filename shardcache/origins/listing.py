@@ -200,7 +200,8 @@ class Listing:
             if deep:
                 refuse_local(directory, self._config)  # instead of listing a whole disk
         pages = self._pages(directory, rest, deep)
-        names = [name for page in pages for name in page if not name.endswith("/")]
+        # A folder may be an object of its own, whose name in it is empty.
+        names = [name for page in pages for name in page if name and not name.endswith("/")]
         urls = [
             f"{base}{slash}{name}"
             for name in sorted(names)

@@ -272,8 +272,8 @@ class S3Origin(Origin):
     ) -> tuple[dict[str, int], str]:
         """List one page of the objects whose keys begin with those of a directory and ``prefix``.
 
-        ``query`` has further parameters of ListObjectsV2. Returns the sizes by object key, and the
-        token for the next page, or "" on the last one.
+        Without ``deep``, only those in the directory itself. Returns the sizes by name below the
+        directory, and the token for the next page, or "" on the last one.
         """
         folder = directory.bucket_and_key()[1]
         query = {"list-type": "2", "encoding-type": "url", "max-keys": str(_PAGE)}

@@ -97,6 +97,8 @@ def prewarm_nodes(
     """
     # Here, because a node's task would only report an unknown argument.
     check_options(options)
+    if own := {"share", "on_event"} & options.keys():
+        raise TypeError(f"prewarm_nodes() has no option {', '.join(sorted(own))}")
     specs = [urls] if isinstance(urls, str) else list(urls)
     # Here, so that a mistake is reported once, not by every node.
     expanded = list(dict.fromkeys(url for spec in specs for url in expand_braces(spec)))

@@ -1,5 +1,7 @@
 """Sessions of live processes, and the processes that wait for a shard."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +14,14 @@ import pytest
 from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
-from tests.support.storetools import Parent, forked, layout_of, no_descriptor_left, wait_until
+from tests.support.storetools import (
+    Parent,
+    forked,
+    layout_of,
+    no_descriptor_left,
+    refusing,
+    wait_until,
+)
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -47,6 +56,13 @@ def test_sessions_of_live_and_stopped_processes_count(layout) -> None:
         young.close()
         young.close()
     assert live_sessions(layout) == names(layout) == []
+
+
+def test_without_flock_a_new_session_of_an_old_job_is_live(layout, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK, real=fcntl.flock))
+    session = Session(layout, 1000.5)
+    assert live_sessions(layout) == [1000.5]
+    session.close()
 
 
 def test_a_program_without_close_leaves_no_warning_and_no_session(tmp_path):

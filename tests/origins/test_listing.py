@@ -79,8 +79,8 @@ def test_patterns_find_the_same_shards_at_all_origins(scheme, make_cache, tmp_pa
     if scheme == "s3":
         request.getfixturevalue("s3_environment")
         bucket = request.getfixturevalue("bucket")
-        for name in FILES:
-            request.getfixturevalue("s3").put(bucket, f"nas/{name}", b"x")
+        for name in ("", *FILES):  # the first is an object that stands for the folder
+            request.getfixturevalue("s3").put(bucket, f"nas/{name}", b"x" if name else b"")
         root = f"s3://{bucket}/nas"
     else:
         for name in FILES:
@@ -94,6 +94,7 @@ def test_patterns_find_the_same_shards_at_all_origins(scheme, make_cache, tmp_pa
         if scheme == "file":  # the same pattern selects cached shards
             cached = map(str, cache.select(f"{root}/{pattern}"))
             assert [*cached] == [f"file://{root}/{name}" for name in found]
+    assert expand([f"{root}/*"], cache) == [f"{root}/{name}" for name in FILES if "/" not in name]
     for pattern in ("nothing-*.tar", "nowhere/", "nowhere/*.tar"):
         with pytest.raises(ShardNotFoundError):
             expand([f"{root}/{pattern}"], cache)

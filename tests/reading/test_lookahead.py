@@ -8,6 +8,7 @@ import pytest
 
 from shardcache.errors import ShardNotFoundError, TransferError
 from tests.support.caches import held_elsewhere
+from tests.support.fakes import Fault
 from tests.support.storetools import BLOCK, wait_until
 from tests.support.tars import make_tar
 
@@ -96,8 +97,7 @@ def test_cached_shards_ahead_are_not_evicted(make_cache):
 
 
 @pytest.mark.parametrize("error", [TransferError("reset"), OSError(errno.EIO, "no disk")])
-def test_an_error_of_a_download_ahead_is_one_of_its_reader(make_cache, origin, monkeypatch, error):
-    """That of the origin is raised; after one of the disk, the shard is streamed."""
+def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, origin, monkeypatch, error):
     cache, errors, real = make_cache(prefetch=1, attempts=1), [error], origin.open
 
     def failing(shard, *arguments):
@@ -113,7 +113,8 @@ def test_an_error_of_a_download_ahead_is_one_of_its_reader(make_cache, origin, m
         with pytest.raises(TransferError, match="reset"):
             next(samples)
     else:
-        assert next(samples)["stream"].read() == DATA[1]
+        with next(samples)["stream"] as stream:
+            assert stream.read() == DATA[1] and URLS[1] in cache
 
 
 @pytest.mark.locks_work
@@ -126,3 +127,21 @@ def test_a_shard_that_another_process_downloads_is_left_to_it(make_cache, origin
     assert requested(origin) == [URLS[0], URLS[2]]
     threading.Timer(0.2, lock.release).start()
     assert next(samples)["stream"].read() == DATA[1]
+
+
+@pytest.mark.locks_work
+def test_the_processes_of_a_node_share_a_limit_of_downloads_ahead(make_cache, origin, monkeypatch):
+    monkeypatch.setattr("shardcache.download.worker._AHEAD", 1)
+    one, other = make_cache(prefetch=1), make_cache(prefetch=2)
+    origin.faults.append(Fault())
+    event = origin.hold(0)  # the second shard
+    first = one.url_opener(URLS[:2])
+    assert next(first)["stream"].read() == DATA[0]
+    wait_until(lambda: URLS[1] in requested(origin))
+    second = other.url_opener(URLS[2:5])
+    assert next(second)["stream"].read() == DATA[2]
+    wait_until(lambda: len(running()) <= 1)
+    assert URLS[3] not in requested(origin)
+    assert next(second)["stream"].read() == DATA[3]  # the limit does not apply to a waiting reader
+    event.set()
+    assert next(first)["stream"].read() == DATA[1]

@@ -67,7 +67,7 @@ class ShardResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class PrewarmPlan:
-    """What is known of each shard before the downloads, and how much room the cache has.
+    """The state of each shard before the downloads, and the room that the cache has.
 
     Room is counted in bytes on disk. Mappings identify a shard by its key.
     """

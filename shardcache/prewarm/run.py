@@ -224,7 +224,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         self._queue = self._missing()
-        # Of this process, which shares both with its helpers.
+        # The numbers of this process. `fork` gives its helpers a part of both.
         self._jobs = min(self.options.get("jobs", JOBS), len(self._queue))
         self._rate = _rate_of(self.options)
         self._sources = self.options.get("sources") or {}

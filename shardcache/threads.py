@@ -158,12 +158,9 @@ def is_main() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-def is_single() -> bool:
-    """Return whether no other thread runs in this process, not even one of a native library."""
-    end = time.monotonic() + _ENDING_TIMEOUT
-    while _ending() and time.monotonic() < end:
-        time.sleep(_FORK_POLL)
-    return len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208 - only names
+def is_alone() -> bool:
+    """Return whether no other thread runs Python code, except threads of shardcache."""
+    return {*threading.enumerate()} <= {threading.current_thread(), *_started}
 
 
 def call(function: Callable[[], T], seconds: float | None, name: str) -> T:

@@ -113,8 +113,7 @@ def prewarm(cache: Cache, urls: Specs, **options: Unpack[PrewarmOptions]) -> Pre
         refresh: query the origins for newer versions of the cached shards, and download these.
             Streams that are open continue with the version that they read.
         processes: how many processes share the work; None for as many as are useful. The
-            additional ones are forked, so a program with other threads, such as those of numpy,
-            uses only one.
+            additional ones are forked, so a program with threads of its own uses only one.
         sources: files, by the key of the shard, to import in place of downloads (`Cache.add`).
         on_event: called in the calling thread with each event; must not block.
         stop: an event that any thread or signal handler may set, to stop early.
@@ -345,7 +344,7 @@ class Pool:
             count = most_processes(self.cache) if is_large else 1
         count = min(count, self._jobs)
         # A lock that another thread holds would stay locked in the helper.
-        if count < 2 or not threads.is_single():
+        if count < 2 or not threads.is_alone():
             return
         from multiprocessing import Pipe, get_context  # here: few have helpers
 

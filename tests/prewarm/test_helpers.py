@@ -1,6 +1,7 @@
 """A prewarm in two processes, started from a program without other threads."""
 
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -144,6 +145,28 @@ def test_no_helper_downloads_before_the_plan_is_reported(tmp_path, hundred):
             return len(prewarm(cache, urls, on_event=on_event, stop=stop).results)
 
     assert together(1, work) == [100] and len(server.heads) < 90
+
+
+@pytest.mark.parametrize(
+    ("start", "most"),
+    [
+        (lambda cache, url: cache.open(url).close(), 1),  # which counts in the background
+        (lambda cache, url: faulthandler.dump_traceback_later(PATIENCE), 1),  # in a native thread
+        (lambda cache, url: threading.Thread(target=time.sleep, args=[3], daemon=True).start(), 0),
+    ],
+    ids=["threads of shardcache", "a native thread", "a thread of the program"],
+)
+def test_only_threads_of_the_program_forbid_helpers(tmp_path, hundred, start, most):
+    def work(_):
+        forks, options = [], {"processes": 2}
+        options["on_event"] = lambda event: forks.append(len(helpers()))
+        with Cache(tmp_path / "cache") as cache:
+            start(cache, hundred[1][0])
+            report = prewarm(cache, hundred[1][:9], **options)
+            faulthandler.cancel_dump_traceback_later()
+            return forks[0], report.failed
+
+    assert together(1, work) == [(most, 0)]
 
 
 def test_a_process_that_may_have_no_children_downloads_alone(tmp_path, urls):

@@ -612,7 +612,7 @@ def _host_and_port(server: str) -> tuple[str, int]:
 
 def _head(method: str, target: str, lines: list[str]) -> bytes:
     first = f"{method} {target} HTTP/1.1"
-    if any(_CONTROL.search(line) for line in (first, *lines)):
+    if any(map(_CONTROL.search, (first, *lines))):
         raise MalformedError("a line of the request holds a control character")
     try:
         return "\r\n".join([first, *lines, "", ""]).encode("latin-1")

@@ -146,7 +146,8 @@ def object_info(response: Response, size: int | None) -> ObjectInfo:
     because the entry's sidecar stores the version.
     """
     given, checksum = response.headers, None
-    headers = {n: v for n, v in given.items() if not any(form in v for form in response.secrets)}
+    secrets = response.secrets
+    headers = {n: v for n, v in given.items() if not any(map(v.__contains__, secrets))}
     if headers.get("x-amz-checksum-type") != "COMPOSITE":
         stated = ((name, headers.get(f"x-amz-checksum-{name}")) for name in _CHECKSUMS)
         checksum = next((Checksum(name, value) for name, value in stated if value), None)

@@ -328,8 +328,8 @@ class S3Origin(Origin):
         place = f"{shard} {query}"
         if route is None:
             target = self._moved.get(place, "")
-            target = target if self.transport.is_connected(target) else ""
-            route = http.Route(target)
+            is_near = target and self.transport.is_connected(target)
+            route = http.Route(target if is_near else "")
         bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
             if route.servers:

@@ -50,8 +50,8 @@ def index_command(
         raise click.ClickException(
             f"there is no directory {journal.parent}. Make it, or write FILE to another one."
         )
-    if Path(file).is_dir():
-        raise click.UsageError(f"{file} is a directory. Pass the name of a file.")
+    if Path(file).exists() and not Path(file).is_file():  # it would be replaced
+        raise click.UsageError(f"{file} is no regular file. Pass the name of another one.")
     counts, expected, wrong, size = dict[str, int](), dict[str, int](), 0, 0
     errors = dict[str, Exception]()
 

@@ -9,6 +9,7 @@ import logging
 import math
 import operator
 import os
+import re
 import resource
 import shlex
 import zlib
@@ -56,6 +57,8 @@ _REFUSED = {
     "batched": "The DataLoader makes the batches: pass batch_size or a batch_sampler to it",
     "shuffle": "The sampler decides the order: pass shuffle=True or a sampler to the DataLoader",
 }
+#: Matches the path or URL of an index file.
+_INDEX = re.compile(r"\.json\Z|https?:[^?#]*\.json[?#]", re.IGNORECASE)
 
 
 class SampleIndex(int):
@@ -129,8 +132,9 @@ class TarDataset:
                 raise ConfigError(f"{name} cannot be a stage of a TarDataset. {_REFUSED[name]}.")
         self._index_file = ""
         counts = None
-        if isinstance(shards, os.PathLike) or str(shards).lower().endswith(".json"):
-            self._index_file = os.fspath(shards)  # type: ignore[arg-type]
+        shards = os.fspath(shards) if isinstance(shards, os.PathLike) else shards
+        if isinstance(shards, str) and _INDEX.search(shards):
+            self._index_file = shards
             found, counts = read_index_file(self.cache, self._index_file)
         else:
             specs = [*map(str, spec_list(shards))]

@@ -83,7 +83,8 @@ def attach_resumable(dataset: _Pipeline, cache: Cache) -> _Pipeline:
 
     Raises the errors of `wds.attach`; ConfigError if a stage does not give the same samples again.
     """
-    _refuse(dataset)
+    if not isinstance(dataset, webdataset.DataPipeline):
+        _refuse(dataset)
     pipeline: Any = wds.attach(dataset, cache, is_reseeded=True)
     base: Any = type(pipeline)
     if not isinstance(pipeline, Resumable):
@@ -143,9 +144,11 @@ def _options_of(stage: Any) -> dict[str, Any]:
 def _refuse(stage: Any) -> None:
     """Raise ConfigError for a stage that cannot give the same samples again."""
     kind, seed = _kind(stage), getattr(stage, "seed", None)
-    is_known = kind in _OBJECTS | _BLIND or isinstance(stage, webdataset.DataPipeline)
+    named = getattr(stage, "kw", {}) or getattr(stage, "keywords", {})
+    given = *getattr(stage, "args", ()), *named.values()
     if (
-        (isinstance(kind, type) and not is_known)
+        (isinstance(kind, type) and kind not in _OBJECTS | _BLIND)
+        or any(isinstance(each, random.Random) for each in given)
         or kind in (filters.rsample.f, shardlists.resampled.f)
         or _shuffle_of(stage).get("rng") is not None
         or isinstance(seed, float | bool)  # the time
@@ -653,7 +656,7 @@ class _Shards:
             self._want()
         for count, item, places in known:
             yield from places
-            if "~" in count:
+            if "~" in count and count != "~0":
                 source = next(wds.url_opener([item], cache=self._cache))
                 yield from self._streamed(source, count[1:])
         for source in () if run.ended else wds.url_opener(items, self._skip, cache=self._cache):
@@ -669,7 +672,8 @@ class _Shards:
     def _streamed(self, source: dict[str, Any], count: str = "") -> Iterator[Any]:
         """Yield the samples of a shard, as many as a state says; for other readers, the shard."""
         given = 0
-        samples = wds.tar_samples([source], self._handle) if self.is_plain else [source]
+        stop = partial(self._handle, what="shards")
+        samples = wds.tar_samples([source], stop) if self.is_plain else [source]
         for sample in islice(samples, int(count) if count else None):
             given += 1
             yield sample

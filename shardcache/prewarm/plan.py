@@ -120,6 +120,10 @@ def wanted_shards(
     shards: list[ShardURL] = []
     for spec in wanted:
         if isinstance(spec, ShardURL):
+            if not spec.options and (endpoint := cache.other_endpoint(spec)):
+                raise ConfigError(
+                    f"{spec} came from another endpoint ({endpoint}). Set that endpoint."
+                )
             shards.append(spec)
             continue
         parse = partial(parse_listed, cache.parse) if is_pattern(spec) else cache.parse
@@ -127,10 +131,6 @@ def wanted_shards(
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
         refuse_local(shard, cache.config)
-        if not shard.options and (endpoint := cache.other_endpoint(shard)):
-            raise ConfigError(
-                f"{shard} came from another endpoint ({endpoint}). Set that endpoint."
-            )
         by_key.setdefault(shard.key, shard)
     return tuple(by_key.values())
 

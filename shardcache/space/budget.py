@@ -498,6 +498,9 @@ class Space:
         if dry_run:
             return replace(planned, removed=(*leftovers, *planned.removed))
         gone, now = self.evict(planned.removed), clock.time()
+        for store in self.stores()[1:]:
+            if store.layout != self.node and next(store.entries(), None) is None:
+                eviction.remove_unused(store.layout)
         self.forget_refusal()
         eviction.remove_expired(self.node, now)
         try:

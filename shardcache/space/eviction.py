@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -304,3 +305,15 @@ def sweep(
         for name in filter(is_temporary_name, list_names(layout.partial)):
             remove_old(layout.partial / name)
         remove_locks(layout)
+
+
+def remove_unused(layout: Layout) -> None:
+    """Remove the directories of a job's namespace, if it is empty and was unused for a day.
+
+    Each miss looks into all namespaces, and each job leaves one.
+    """
+    if is_idle(layout.partial, _PROTECTED_FOR):
+        for base in filter(None, (layout.base, layout.local)):
+            for directory, _, _ in os.walk(base, topdown=False):
+                with ignoring(OSError):  # it is not empty
+                    os.rmdir(directory)  # noqa: PTH106 - one of hundreds

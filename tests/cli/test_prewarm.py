@@ -66,6 +66,13 @@ def test_a_name_with_a_control_character_fails_alone(run, tmp_path, monkeypatch,
     assert ("a.tar (" in err) == command.startswith("import")  # a disk states no checksum
 
 
+def test_an_object_with_a_control_character_fails_alone(run, s3, bucket, s3_environment):
+    for name in ("cc/a.tar", "cc/b\n.tar"):
+        s3.put(bucket, name, make_tar(1))
+    code, _, err = run("prewarm", f"s3://{bucket}/cc/")
+    assert code == 3 and err.count("contains a control character") == 1
+
+
 @needs_root
 def test_a_read_only_cache_is_named(run, spec, tmp_path):
     with disk(tmp_path / "disk", "size=64m") as path:

@@ -375,3 +375,11 @@ def test_a_fork_waits_for_a_thread_that_reads_a_streamed_shard(
             pool.submit(lambda: (time.sleep(0.3), proxy.resume()))
             assert together(1, lambda n: data[350]["__key__"]) == shards.keys[350:351]
             assert found.result() == shards.keys[300]
+
+
+def test_an_index_file_may_have_a_signed_url_and_a_shard_a_path(files, make_cache, tmp_path):
+    (shard := tmp_path / "1.tar").write_bytes(sample_tar(1, 3))
+    assert len(TarDataset(shard, cache=make_cache(cache_local=True))) == 3
+    files.files |= {"/d/1.tar": sample_tar(1, 3), "/d/index.json": b'{"1.tar": 3}'}
+    url = f"{files.url}/d/index.json?X-Amz-Signature=a/b"
+    assert keys(TarDataset(url, cache=make_cache())) == [f"0001-{n:05d}" for n in range(3)]

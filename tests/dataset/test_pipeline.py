@@ -14,6 +14,7 @@ import time
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle, islice, permutations, product
 
 import pytest
@@ -429,6 +430,26 @@ def test_another_number_of_samples_is_refused(make, make_cache, origin, stages, 
         list(other)
 
 
+@pytest.mark.parametrize("shard", [b"<html></html>", sample_tar(4, 9)[:9000]], ids=["page", "cut"])
+def test_a_handler_that_stops_loses_no_sample_before(make, origin, shard):
+    origin.objects[URLS[4]] = shard
+    options = {"shardshuffle": False, "handler": wds.ignore_and_stop}
+    one, two = (make(wds.shuffle(1000), resume=resume, **options) for resume in (True, False))
+    assert sorted(keys(one)) == sorted(keys(two))
+    resumed(make, wds.shuffle(1000), at=20, **options)
+
+
+def test_a_shard_that_had_no_sample_is_not_opened_again(make, make_cache, origin):
+    origin.objects[URLS[1]] = b"<html></html>"
+    options = {"shardshuffle": False, "handler": wds.ignore_and_continue}
+    dataset = make(**options)
+    state = list(islice(dataset, 15)) and saved(dataset)
+    assert state["counts"] == " 10 ~0 12"
+    other = make(cache=make_cache(fill="complete"), **options)
+    other.load_state_dict(state)
+    assert keys(other) == keys(dataset)[15:]
+
+
 @pytest.mark.parametrize("stages", [(), *REPLAYED])
 @pytest.mark.parametrize("select", [None, str.isprintable])
 def test_another_order_of_shards_is_refused(make_cache, stages, select):
@@ -458,11 +479,13 @@ def test_another_order_of_shards_is_refused(make_cache, stages, select):
         (wds.resampled(), r"resampled\(\)"),
         (wds.SimpleShardList(URLS, seed=time.time()), "SimpleShardList"),
         (wds.RandomMix([[], []]), "RandomMix"),
+        (wds.DataPipeline(wds.SimpleShardList(URLS), wds.shuffle(9)), "DataPipeline"),
+        (partial(islice, random.Random(1)), "partial"),
     ],
 )
 def test_a_stage_without_a_seed_is_refused(make_cache, stage, name):
     parts = [wds.SimpleShardList(URLS), wds.tarfile_to_samples(), stage]
-    if isinstance(stage, wds.SimpleShardList):
+    if isinstance(stage, wds.SimpleShardList | wds.DataPipeline):
         parts = [stage, parts[1]]
     pipeline = stage if isinstance(stage, wds.RandomMix) else wds.DataPipeline(*parts)
     with pytest.raises(ConfigError, match=f"{name} cannot resume: it draws without a seed"):

@@ -276,3 +276,19 @@ def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path
         assert [path.name for path in kept.iterdir()] == ["notes.txt"]
         assert kept.stat().st_mode == baked.path.stat().st_mode
     assert baked.data.read_bytes() == data  # the image is unchanged
+
+
+def test_the_namespace_of_a_job_that_has_ended_is_removed(tmp_path, monkeypatch):
+    shop = Shop(tmp_path, count=1)
+    for job in ("ended", "recent", "with a shard"):
+        monkeypatch.setenv("SHARDCACHE_JOB", job)
+        with shop.cache(isolation="job") as cache:
+            cache.fetch(shop.urls[0])
+            if job != "with a shard":
+                cache.remove(shop.urls[0])
+    ranks = layout_of(shop.path).ranks
+    for name in ("ended", "with a shard"):
+        age(next(ranks.glob(f"{name[:4]}*")) / "partial")
+    with shop.cache() as cache:
+        cache.clean()
+    assert sorted(path.name[:4] for path in ranks.iterdir()) == ["rece", "with"]

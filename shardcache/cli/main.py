@@ -342,9 +342,9 @@ def command_line() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with arguments (default: those of the process); return its exit code."""
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the shell has closed the stream
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - stays open
         with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced the stream
             getattr(sys, name).reconfigure(errors="backslashreplace")
     invocation = Invocation()

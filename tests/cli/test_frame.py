@@ -67,7 +67,7 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("--dir folder prewarm s3://b/a -n", "other files in it (file). Give the cache a"),
         ("clean --all --max-size 1B", "--all"),
         ("doctor --url s3://b/{0,1}.tar", "takes the URL of one shard"),
-        ("index s3://b/a.tar -o folder", "folder is a directory"),
+        ("index s3://b/a.tar -o folder", "folder is no regular file"),
         ("index s3://b/a.tar -o -", "- is not the name of a file"),
         ("index -o x.json", "No shards given"),
         ("index s3://a/b.tar -o x --check", "omit SPEC"),
@@ -263,14 +263,14 @@ def test_dir_and_help_import_nothing_heavy():
     assert done.stderr == "[]\n"
 
 
-def test_closed_and_full_output_streams(warm, tmp_path):
+def test_closed_and_full_streams(warm, tmp_path):
     with Command("ls") as command:
         command.process.stdout.close()
         assert command.process.wait(PATIENCE) == 0
         assert command.process.stderr.read() == ""
-    start = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'} ls"
-    for end, code in (">&- 2>&-", 0), (">/dev/full", 5):
-        shell = ["sh", "-c", f"{start} {end}"]
+    start = f"exec {sys.executable} -m shardcache --dir {tmp_path / 'cache'}"
+    for line, code in ("ls >&- 2>&-", 0), ("ls >/dev/full", 5), ("prewarm -f - <&-", 2):
+        shell = ["sh", "-c", f"{start} {line}"]
         done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         assert done.returncode == code and "Traceback" not in done.stderr
 

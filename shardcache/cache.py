@@ -28,7 +28,7 @@ from shardcache.process import ProcessCache
 from shardcache.ranks import detect, run_of_this_process
 from shardcache.reading.stream import open_shard, pin_shard
 from shardcache.space import eviction
-from shardcache.space.eviction import CleanReport, Evict, Limits, Reason
+from shardcache.space.eviction import POLICIES, CleanReport, Limits, Reason
 from shardcache.stats import database
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
@@ -555,7 +555,7 @@ class Cache:
         for tier in self.process.present:
             stores, space = tier.stores(), tier.space
             entries = [e for store in stores for key in keys for e in store.entries_of(key)]
-            report = space.plan(entries, Limits(everything=True), Evict.ANY)
+            report = space.plan(entries, Limits(everything=True), POLICIES["lru"])
             removals = [replace(removal, reason=Reason.ASKED) for removal in report.removed]
             stay += report.kept
             if not dry_run:

@@ -222,10 +222,10 @@ class ProcessCache:
             self.prepare()
         return self.home.node
 
-    def evict_lru(self) -> None:
+    def evict_used(self) -> None:
         """Keep no shards for running jobs, which does not suit random access."""
         for tier in self.tiers:
-            tier.space.evict_lru()
+            tier.space.policy = tier.space.policy._replace(keeps_used=False)
 
     # -- shards ------------------------------------------------------------------
 

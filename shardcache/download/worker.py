@@ -31,7 +31,7 @@ from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
-from shardcache.space.eviction import Evict
+from shardcache.space.eviction import Policy
 from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, is_marked, open_first
@@ -417,15 +417,15 @@ class Worker:
         facts = str(shard), shard.key, info, info.size or 0
         now = clock.time(), boot_id()  # replaced at the end, as are digest and checksum
         metadata = Metadata(*facts, digest, None, *now, __version__, shard.endpoint)
-        choices = [(tiers[-1], tiers[-1].space.policy)]
+        choices: list[tuple[Tier, Policy | None]] = [(tiers[-1], tiers[-1].space.policy)]
         # The last tier usually has the most room.
         if len(tiers) > 1 and not self._is_for_last_tier and info.size is not None:
-            unused = [(tier, Evict.UNUSED) for tier in tiers[:-1]]
-            choices = [*((tier, Evict.NONE) for tier in tiers), *unused, *choices]
+            unused = [(tier, tier.space.policy._replace(keeps_used=True)) for tier in tiers[:-1]]
+            choices = [*((tier, None) for tier in tiers), *unused, *choices]
         while True:
-            tier, evict = choices.pop(0)
+            tier, policy = choices.pop(0)
             try:
-                with tier.space.reserved(shard, info.size, evict):
+                with tier.space.reserved(shard, info.size, policy):
                     self._tier = tier
                     return Partial.create(tier.store.layout, metadata, shard.basename, source)
             except os_error() as exn:  # CacheFullError is a subclass

@@ -26,7 +26,7 @@ from shardcache.origins.listing import Listing, is_pattern, refuse_local, spec_l
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started, is_full
 from shardcache.process import ProcessCache
 from shardcache.ranks import whole_number
-from shardcache.space.eviction import Evict, Limits, total_bytes
+from shardcache.space.eviction import Limits, total_bytes
 from shardcache.space.memory import Volume
 from shardcache.store.digest import identify
 from shardcache.store.directory import DamagedError
@@ -184,8 +184,9 @@ def make_plan(
     lacking, evict = max(0, needed - free), 0
     for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._reserve`
         unwanted = [e for e in entries if e.key not in wanted and tier.owns(e.directory)]
-        victims = tier.space.policy if tier is process.home else Evict.UNUSED
-        planned = tier.space.plan(unwanted, Limits(free_needed=lacking - min(0, room)), victims)
+        policy = tier.space.policy
+        policy = policy if tier is process.home else policy._replace(keeps_used=True)
+        planned = tier.space.plan(unwanted, Limits(free_needed=lacking - min(0, room)), policy)
         evict, lacking = evict + planned.freed, min(lacking, planned.missing)
     results, left = dict[str, ShardResult](), needed - lacking
     for shard in shards:

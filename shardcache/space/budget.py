@@ -26,7 +26,7 @@ from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space import eviction
-from shardcache.space.eviction import CleanReport, Evict, Limits, Removal
+from shardcache.space.eviction import POLICIES, CleanReport, Limits, Policy, Removal
 from shardcache.space.memory import Volume, allocation, ram_disk
 from shardcache.stats import database
 from shardcache.stats.counters import Counters
@@ -130,7 +130,7 @@ class Space:
     _home: Layout  # whose pins hold here, too
 
     def __post_init__(self) -> None:
-        self.policy = Evict.UNUSED if self._config.policy == "working-set" else Evict.ANY
+        self.policy = POLICIES[self._config.policy]
         self._threads = threading.Lock()  # lets one thread at a time poll the budget lock
         self._stuck: Holder | None = None  # had the budget lock for a minute when last seen
 
@@ -154,16 +154,12 @@ class Space:
         """The function that computes the bytes on disk of a shard from its size."""
         return allocation(self.node.base)
 
-    def evict_lru(self) -> None:
-        """Keep no shards for running jobs."""
-        self.policy = Evict.ANY
-
     @contextlib.contextmanager
     def reserved(
-        self, shard: ShardURL, size: int | None, evict: Evict, *, exists: bool = False
+        self, shard: ShardURL, size: int | None, policy: Policy | None, *, exists: bool = False
     ) -> Iterator[None]:
-        """Reserve room for a shard, evicting others if necessary. The body must create the partial,
-        unless it ``exists``. The size is None if it is unknown. Raises CacheFullError.
+        """Reserve room for a shard, evicting others by the policy, if any. The body must create the
+        partial, unless it ``exists``. The size is None if it is unknown. Raises CacheFullError.
         """
         if size is not None:
             if too_large := self._too_large(str(shard), size):
@@ -175,7 +171,7 @@ class Space:
                     yield
                     return
         with self._threads, self._budget_lock():
-            self._reserve(shard, size, evict, exists)
+            self._reserve(shard, size, policy, exists)
             yield
 
     def refuses(self, url: str, size: int) -> CacheFullError | None:
@@ -218,7 +214,9 @@ class Space:
             return self.in_memory and self.limits().free_needed > 0
         return False
 
-    def _reserve(self, shard: ShardURL, size: int | None, evict: Evict, exists: bool) -> None:
+    def _reserve(
+        self, shard: ShardURL, size: int | None, policy: Policy | None, exists: bool
+    ) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
         room, part = 0 if size is None else self.allocated(size), _part(shard.key)
         need = 0 if exists else room  # a listing counts what exists
@@ -232,15 +230,15 @@ class Space:
             swept, freed, least = False, 0, 2 * max(1, room)
             for _ in range(_PLANS):
                 over = limits.excess(usage.total + need)
-                if (has_room := over <= 0 or freed >= least) or evict is Evict.NONE:
+                if (has_room := over <= 0 or freed >= least) or policy is None:
                     if not 0 <= clock.monotonic() - usage.listed < _CORRECTED:
-                        self._choose(usage, Limits(), evict, sample_only=True)  # only to count
+                        self._choose(usage, Limits(), self.policy, sample_only=True)  # to count
                         continue
                     if not has_room:
                         break
                     usage.add(part, need)
                     return
-                missing, is_recent = self._refusal(need, evict, usage)
+                missing, is_recent = self._refusal(need, policy, usage)
                 if missing and is_recent:
                     raise self._no_room(str(shard), missing)
                 if not swept:  # leftovers of dead processes go before entries
@@ -253,10 +251,10 @@ class Space:
                 # so that none waits for long.
                 goal = limits._replace(later=max(0, over - least))
                 # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, goal, evict, need, sample_only=bool(missing))
+                planned = self._choose(usage, goal, policy, need, sample_only=bool(missing))
                 if planned.missing:
                     # Otherwise, entries stay because of readers, which may finish at any moment.
-                    if evict is Evict.UNUSED:
+                    if policy.keeps_used:
                         most = usage.total + need - planned.missing
                         self._record(self.node.refusal, clock.monotonic(), most)
                     raise self._no_room(str(shard), planned.missing)
@@ -268,7 +266,7 @@ class Space:
         self,
         usage: _Usage,
         limits: Limits,
-        evict: Evict,
+        policy: Policy,
         need: int = 0,
         *,
         sample_only: bool = False,
@@ -293,7 +291,7 @@ class Space:
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
             limits = limits._replace(spare=max(spare, extra * listed // max(1, len(entries))))
             reserved = usage.total - listed + need
-            planned = self.plan(entries, limits, evict, reserved=reserved)
+            planned = self.plan(entries, limits, policy, reserved=reserved)
             if not planned.missing:
                 break
         return planned
@@ -381,9 +379,9 @@ class Space:
                 return _Usage(parts, int(part) % _PARTS, listed)
         return _Usage()
 
-    def _refusal(self, need: int, evict: Evict, usage: _Usage | None = None) -> tuple[int, bool]:
+    def _refusal(self, need: int, policy: Policy, usage: _Usage | None = None) -> tuple[int, bool]:
         """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
-        if evict is Evict.UNUSED and self.node.grace is None:
+        if policy.keeps_used and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
                 boot, when, most = read_json(self.node.refusal)
                 age = clock.monotonic() - float(when)
@@ -426,15 +424,21 @@ class Space:
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
     def plan(
-        self, entries: Sequence[Entry], limits: Limits, evict: Evict, *, reserved: int = 0
+        self, entries: Sequence[Entry], limits: Limits, policy: Policy, *, reserved: int = 0
     ) -> CleanReport:
         """Plan an eviction of ``entries`` with `eviction.plan`."""
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
-        policy = eviction.Policy.of(self.node, now, pins, evict)
-        in_use, allocated = self.stores()[0].in_use, self.allocated
         return eviction.plan(
-            entries, limits, policy, reserved=reserved, in_use=in_use, allocated=allocated
+            entries,
+            limits,
+            policy,
+            now,
+            since=policy.kept_since(self.node, now),
+            pinned=pins,
+            reserved=reserved,
+            in_use=self.stores()[0].in_use,
+            allocated=self.allocated,
         )
 
     def _sweep(self, usage: _Usage) -> int:
@@ -493,8 +497,9 @@ class Space:
         entries = [entry for store in self.stores() for entry in store.entries()]
         # Not even running jobs keep shards in memory: the kernel kills a job that lacks it.
         lacks_memory = limits.free_needed > 0 and self.in_memory
-        evict = Evict.ANY if limits.everything or lacks_memory else self.policy
-        planned = self.plan(entries, limits, evict, reserved=reserved)
+        keeps_used = self.policy.keeps_used and not (limits.everything or lacks_memory)
+        policy = self.policy._replace(keeps_used=keeps_used)
+        planned = self.plan(entries, limits, policy, reserved=reserved)
         if dry_run:
             return replace(planned, removed=(*leftovers, *planned.removed))
         gone, now = self.evict(planned.removed), clock.time()

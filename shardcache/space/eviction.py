@@ -13,11 +13,12 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shardcache.config import PolicyName
 from shardcache.faults import ignoring
 from shardcache.files import is_idle, list_names, read_json, remove_old
 from shardcache.layout import Layout, is_pin_name, is_temporary_name
@@ -49,14 +50,6 @@ class Reason(StrEnum):
     ORPHAN = "orphan"
 
 
-class Evict(Enum):
-    """Which shards may be evicted, unless they are pinned or in use."""
-
-    NONE = "nothing"
-    UNUSED = "what no running job has used"  # the policy ``working-set``
-    ANY = "the least recently used"  # the policy ``lru``
-
-
 class Limits(NamedTuple):
     """Limits that must hold after an eviction; None means no such limit."""
 
@@ -75,6 +68,24 @@ class Limits(NamedTuple):
 
 #: The entries that are hard links to one file: the same version of a shard in several namespaces.
 Links = tuple[Entry, ...]
+
+
+class Policy(NamedTuple):
+    """Which shards stay, besides those that are pinned or in use, and which are evicted first."""
+
+    keeps_used: bool = False  #: whether the shards stay that running jobs have used
+    #: Returns a number for a file and the time of its last use. The lowest number is evicted first.
+    rank: Callable[[Links, float], float] = lambda links, last_used: last_used
+
+    def kept_since(self, node: Layout, now: float) -> float:
+        """Return the earliest use for which running jobs keep a shard; infinity to keep none."""
+        started = live_sessions(node) if self.keeps_used else []
+        oldest = min((_past(date, now) for date in started), default=math.inf)
+        return max(oldest, now - _PROTECTED_FOR)
+
+
+#: The policies, by the names that the option ``policy`` takes.
+POLICIES: dict[PolicyName, Policy] = {"working-set": Policy(keeps_used=True), "lru": Policy()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,31 +139,6 @@ def merged(reports: Sequence[CleanReport]) -> CleanReport:
     names = "kept", "kept_bytes", "missing", "pinned"
     sums = {name: sum(getattr(report, name) for report in reports) for name in names}
     return CleanReport(removed, dry_run=all(report.dry_run for report in reports), **sums)
-
-
-class Policy(NamedTuple):
-    """A policy, with the running jobs and the pins at one moment."""
-
-    now: float  #: the moment, in seconds since the epoch
-    since: float | None = None  #: shards used since this timestamp stay; None to protect none
-    pinned: frozenset[str] = frozenset()  #: keys that a user pinned
-
-    @classmethod
-    def of(cls, node: Layout, now: float, pinned: Iterable[str], evict: Evict) -> Policy:
-        """Return the policy at this moment."""
-        since = None
-        if evict is Evict.UNUSED and (started := live_sessions(node)):
-            oldest = min(_past(date, now) for date in started)
-            since = max(oldest, now - _PROTECTED_FOR)
-        return cls(now, since, frozenset(pinned))
-
-    def last_used(self, links: Links) -> float:
-        """Return when any of the links was last used; a timestamp in the future counts as 0."""
-        return max(_past(entry.used, self.now) for entry in links)
-
-    def protects(self, links: Links) -> bool:
-        """Return whether a file stays because it was used since the running jobs began."""
-        return self.since is not None and self.last_used(links) >= self.since
 
 
 def pin(layout: Layout, shard: ShardURL, until: float | None) -> None:
@@ -231,15 +217,19 @@ def plan(
     entries: Iterable[Entry],
     limits: Limits,
     policy: Policy,
+    now: float,
     *,
+    since: float = math.inf,
+    pinned: Collection[str] = (),
     reserved: int = 0,
     in_use: Callable[[Entry], bool] = lambda entry: False,
     allocated: Callable[[int], int] = lambda size: size,
 ) -> CleanReport:
     """Choose the shards to evict, replaced versions first; return the report of a dry run.
 
-    ``reserved`` are the bytes on disk of the shards in flight and of the shard that needs room.
-    ``allocated`` computes the bytes on disk of a shard from its size.
+    Shards used ``since`` a timestamp stay, and those whose keys are ``pinned``. ``reserved`` are
+    the bytes on disk of the shards in flight and of the shard that needs room. ``allocated``
+    computes the bytes on disk of a shard from its size.
     """
     files = linked(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
@@ -254,14 +244,18 @@ def plan(
 
     def is_replaced(links: Links) -> bool:
         key, version = links[0].key, links[0].version
-        return newest.get(key, version) != version and key not in policy.pinned
+        return newest.get(key, version) != version and key not in pinned
+
+    def last_used(links: Links) -> float:
+        return max(_past(entry.used, now) for entry in links)
 
     def is_aged(links: Links) -> bool:
-        return limits.max_age is not None and policy.now - policy.last_used(links) > limits.max_age
+        return limits.max_age is not None and now - last_used(links) > limits.max_age
 
     def order(links: Links) -> tuple[object, ...]:
         # Aged shards are evicted in any case, so they make room for others.
-        return not is_replaced(links), not is_aged(links), policy.last_used(links), *links[0]
+        rank = policy.rank(links, last_used(links))
+        return not is_replaced(links), not is_aged(links), rank, *links[0]
 
     removed: list[Removal] = []
     for links in sorted(files, key=order):
@@ -273,7 +267,7 @@ def plan(
             reason = stricter
         else:
             continue
-        kept = links[0].key in policy.pinned or policy.protects(links)
+        kept = links[0].key in pinned or last_used(links) >= since
         if (kept and not is_replaced(links)) or any(map(in_use, links)):
             continue
         size = disk_bytes(links, allocated)
@@ -281,8 +275,8 @@ def plan(
         left -= size
     freed = sum(removal.size for removal in removed)
     missing = max(0, needed - freed)
-    pinned, stay = sum(f[0].key in policy.pinned for f in files), len(files) - len(removed)
-    return CleanReport(tuple(removed), stay, total - freed, missing, dry_run=True, pinned=pinned)
+    kept_pins, stay = sum(f[0].key in pinned for f in files), len(files) - len(removed)
+    return CleanReport(tuple(removed), stay, total - freed, missing, dry_run=True, pinned=kept_pins)
 
 
 def sweep(

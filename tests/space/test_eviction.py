@@ -5,16 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcache.locks.sessions import Session
-from shardcache.space.eviction import (
-    Evict,
-    Limits,
-    Policy,
-    Reason,
-    pin,
-    pinned,
-    plan,
-    remove_expired,
-)
+from shardcache.space.eviction import POLICIES, Limits, Reason, pin, pinned, plan, remove_expired
 from shardcache.store.entry import Entry
 from shardcache.urls import parse_url
 
@@ -44,7 +35,7 @@ limits_ = st.builds(
 )
 
 
-@given(shelves(), limits_, st.integers(0, 300), st.none() | st.floats(0, 2 * NOW), st.data())
+@given(shelves(), limits_, st.integers(0, 300), st.floats(0), st.data())
 def test_a_plan_evicts_the_least_recently_used(entries, limits, reserved, since, data):
     busy = data.draw(st.sets(st.sampled_from(entries))) if entries else set()
     checked: list[Entry] = []
@@ -59,7 +50,8 @@ def test_a_plan_evicts_the_least_recently_used(entries, limits, reserved, since,
     def old(entry: Entry) -> bool:
         return limits.max_age is not None and NOW - used(entry) > limits.max_age
 
-    found = plan(entries, limits, Policy(NOW, since=since), reserved=reserved, in_use=in_use)
+    policy = POLICIES["lru"]
+    found = plan(entries, limits, policy, NOW, since=since, reserved=reserved, in_use=in_use)
     gone = [entry for removal in found.removed for entry in removal.entries]
     kept = [entry for entry in entries if entry not in gone]
 
@@ -71,7 +63,7 @@ def test_a_plan_evicts_the_least_recently_used(entries, limits, reserved, since,
     assert found.missing == max(0, over, short)
 
     # Entries in use or protected are never chosen, and no entry is checked in vain.
-    free = [e for e in entries if e not in busy and (since is None or used(e) < since)]
+    free = [e for e in entries if e not in busy and used(e) < since]
     assert set(gone) <= set(free) and set(checked) <= set(gone) | busy
 
     # Entries are evicted in order, and the last one was needed.
@@ -110,8 +102,10 @@ def test_running_jobs_protect_recently_used_shards(layout, used, started, stays)
     now = 1_800_000_000.0
     sessions = [Session(layout, now + date) for date in started]
     entry = Entry("/objects/key/v", "key", "v", 10, now + used)
-    for evict, keeps in (Evict.UNUSED, stays), (Evict.ANY, False):
-        assert Policy.of(layout, now, (), evict).protects((entry,)) is keeps
+    for name, keeps in ("working-set", stays), ("lru", False):
+        since = POLICIES[name].kept_since(layout, now)
+        found = plan([entry], Limits(everything=True), POLICIES[name], now, since=since)
+        assert found.kept == keeps
     for session in sessions:
         session.close()
 

@@ -35,7 +35,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, open_first
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
-from shardcache.urls import COMPLETE, ShardURL
+from shardcache.urls import ShardURL, find_scheme
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -393,13 +393,13 @@ class Cache:
         for key, url in sorted(pairs, key=itemgetter(1)):
             with contextlib.suppress(ConfigError):  # a damaged record has no valid URL
                 shard = self.parse(url)
-                if shard.key == key or shard.scheme not in COMPLETE:  # keys contain the endpoint
+                if shard.key == key or not find_scheme(shard.scheme).names_server:
                     known[key] = replace(shard, key=key)
         return known
 
     def other_endpoint(self, shard: ShardURL) -> str | None:
         """Return the endpoint of a shard of `select`, None if it is this cache's."""
-        if shard.scheme in COMPLETE or shard.key == self.parse(str(shard)).key:
+        if find_scheme(shard.scheme).names_server or shard.key == self.parse(str(shard)).key:
             return None
         for store in self.process.stores():
             for entry in store.entries_of(shard.key):

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 from shardcache import units
 from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
-from shardcache.urls import ALIASES, VARIABLE, absolute
+from shardcache.urls import ALIASES, VARIABLE, absolute, find_scheme
 
 #: The version of this library. A test compares it with pyproject.toml.
 __version__ = "0.1.0"
@@ -172,7 +172,7 @@ def _store(value: object) -> str:
     if not is_url:
         return os.fspath(_directory(text))
     user, at, _ = rest.rpartition("@")
-    login = ":" in user or (at and not scheme.startswith(("abfs", "az", "oci")))
+    login = ":" in user or (at and find_scheme(scheme).user != "account")
     if login or "?" in rest or not re.fullmatch(_SCHEME, scheme.lower()):
         raise ValueError("is neither a path nor a URL without credentials")
     return text

@@ -19,20 +19,43 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from shardcache.errors import ConfigError
 from shardcache.units import similar
 
-#: The schemes that are always allowed. ``pipe`` runs a shell, so users must allow it.
-DEFAULT_SCHEMES = frozenset(
-    {"abfs", "abfss", "az", "file", "gs", "hf", "http", "https", "memory", "oci", "s3"}
-)
-ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 
-#: Schemes with a login before ``@``. In other schemes, it is a name: ``abfs://container@account``.
-_LOGINS = frozenset({"ftp", "http", "https", "sftp", "smb", "ssh", "webdav", "webdavs"})
+class Scheme(NamedTuple):
+    """The properties of a scheme; by default, those of an object store that fsspec reads."""
+
+    #: The class in `shardcache.origins` that reads its shards, a `base.Origin`.
+    origin: str = "filesystem.FsspecOrigin"
+    is_allowed: bool = True  #: whether users need not allow it
+    is_web: bool = False  #: whether its URLs follow the rules of the web
+    names_server: bool = False  #: whether its URLs name the server; if not, the key has an endpoint
+    hides_values: bool = True  #: whether a canonical URL hides the values of query parameters
+    #: What precedes an ``@``. The name of an account is a login if a password follows it.
+    user: Literal["name", "account", "login"] = "name"
+    has_program: bool = False  #: whether WebDataset reads it by a program with its own credentials
+
+
+_LOGIN = Scheme(is_allowed=False, user="login")
+_WEB = Scheme("http.WebOrigin", is_web=True, names_server=True, user="login")
+SCHEMES = {
+    "file": Scheme(names_server=True, hides_values=False),
+    "memory": Scheme(),
+    # It runs a shell, so users must allow it.
+    "pipe": Scheme("command.PipeOrigin", False, names_server=True, hides_values=False),
+    "s3": Scheme("s3.S3Origin", hides_values=False),
+    **dict.fromkeys(("abfs", "abfss", "az", "oci"), Scheme(user="account")),
+    **dict.fromkeys(("ftp", "sftp", "smb", "ssh", "webdav", "webdavs"), _LOGIN),
+    **dict.fromkeys(("gs", "hf"), Scheme(has_program=True)),
+    **dict.fromkeys(("http", "https"), _WEB),
+}
+ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
+_ALLOWED = sorted(name for name, scheme in SCHEMES.items() if scheme.is_allowed)
+
 #: Maximum length of a URL in bytes. S3 keys have up to 1 KiB; servers refuse more than 8 KiB.
 _MAX_CANONICAL = 8192
 
@@ -88,29 +111,24 @@ _PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-
 #: The parts of a command that choose a server: URLs without their logins, and options.
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
 _CONTROL = r"[\x00-\x1f\x7f]"
-#: Schemes whose URLs name the server. For all others, options may.
-COMPLETE = frozenset({"file", "http", "https", "pipe"})
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
 _ARN = (
     r"arn:[a-z-]+:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:(?:outpost[/:][^/:@]+[/:])?accesspoint[/:][^/:@]+"
 )
-#: Schemes whose canonical URLs never hide values of query parameters.
-_NEVER_MASKED = frozenset({"file", "pipe", "s3"})
 #: Files that shardcache writes next to the data file of a shard. A data file has no such name.
 SIDE_FILES = frozenset({"meta.json", "progress", "samples.idx"})
-# In these schemes, a name before the @ is a login only if a password follows the name.
-_ACCOUNT_SCHEMES = "(?:abfss?|az|oci)://"
+_ACCOUNTS = "|".join(name for name, scheme in SCHEMES.items() if scheme.user == "account")
 #: A web URL in a text: address (group 1), query (group 2), and a fragment unless it is a key.
-_WEB = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
+_WEB_URL = r"(?i)\b(https?://[^\s\"'<>?#]*)(\?[^\s\"'<>#]*)?(?:#(?![0-9a-f]{32}\b)[^\s\"'<>]*)?"
 #: Patterns of secrets in a text, and the replacements.
 _REDACTIONS = {
     # Logins. AWS's secret keys may contain slashes, and so may the logins of malformed URLs.
     r"(?i)\b(https?:/+)[^\s\"'/@:\[]*:(?!\d+/)[^\s\"'@]*@": r"\1",
     r"(?i)\b(s3[an]?://)[^\s\"'/@]*:[^\s\"'@]*@": r"\1",
-    rf"(?i)\b({_ACCOUNT_SCHEMES})[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
-    rf"(?i)\b(?!{_ACCOUNT_SCHEMES})([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
+    rf"(?i)\b((?:{_ACCOUNTS})://)[^/\s@\"':]*:[^/\s@\"']*@": r"\1",
+    rf"(?i)\b(?!(?:{_ACCOUNTS})://)([a-z][a-z0-9+.-]*://)[^/\s@\"']+@": r"\1",
     # Headers and parameters.
     r"(?i)\b((?:proxy-)?authorization:\s*(?:[a-z]+\s+)?)[^\s\"']+": r"\1***",
     r"(?i)\b((?:x-(?:amz|goog|oss|cos)-[a-z0-9-]+|key-pair-id|policy|access_token|api_?key|auth_token|"
@@ -155,7 +173,7 @@ class ShardURL:
     @property
     def is_masked(self) -> bool:
         """Whether secrets that an origin needs to read the shard are missing from this URL."""
-        masked = self.scheme not in _NEVER_MASKED and re.fullmatch(_MASKED, self.raw)
+        masked = find_scheme(self.scheme).hides_values and re.fullmatch(_MASKED, self.raw)
         # A pickled command is empty.
         return bool(masked) or not self.raw or ("authorization", "***") in self.options
 
@@ -176,6 +194,11 @@ class ShardURL:
 
     def __str__(self) -> str:
         return self.canonical
+
+
+def find_scheme(name: str) -> Scheme:
+    """Return the properties of a scheme, which may be unknown."""
+    return SCHEMES.get(name) or Scheme(is_allowed=False)
 
 
 def server_of(url: str) -> str:
@@ -214,7 +237,7 @@ def parse_url(
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
     standard partition; ``places`` are those of `Config.places`. ``allow_schemes`` are allowed in
-    addition to `DEFAULT_SCHEMES`. Each ``pipe:`` command is a shard of its own.
+    addition to those of `SCHEMES`. Each ``pipe:`` command is a shard of its own.
     """
     if not isinstance(url, str):
         raise ConfigError(f"a shard URL must be a string, not {type(url).__name__}")
@@ -230,10 +253,11 @@ def parse_url(
     if scheme != "pipe" and ("::" in url or " " in url or "," in url) and re.search(_SEVERAL, url):
         advice = "Separate shards by ::, or pass a list. Do not chain filesystems."
         raise ConfigError(f"{shown_url(url)} has several URLs. {advice}")
-    if scheme not in DEFAULT_SCHEMES and scheme not in allow_schemes:
+    kind = find_scheme(scheme)
+    if not kind.is_allowed and scheme not in allow_schemes:
         # Show nothing of a command, because any part of it may be a secret.
         subject = "'pipe:' URLs run a shell command" if scheme == "pipe" else redact(url)
-        known, meant = ", ".join(sorted(DEFAULT_SCHEMES)), similar(scheme, DEFAULT_SCHEMES)
+        known, meant = ", ".join(_ALLOWED), similar(scheme, _ALLOWED)
         hint = f"Did you mean {meant}://? If not, set" if meant else "Set"
         raise ConfigError(
             f"{subject}: the scheme {scheme!r} is not one of {known}. {hint} "
@@ -254,7 +278,7 @@ def parse_url(
             rest, key = masked.groups()
         canonical, identity, name = _generic(url, scheme, rest)
         authority = (places or {}).get(scheme)
-    hides = scheme not in _NEVER_MASKED and (key is not None or canonical != identity)
+    hides = kind.hides_values and (key is not None or canonical != identity)
     identity += f"\0{authority}" if authority else ""
     encoded = b""
     with contextlib.suppress(UnicodeEncodeError):  # it would quote the URL
@@ -371,17 +395,17 @@ def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
 
 def _generic(url: str, scheme: str, rest: str) -> tuple[str, str, str]:
     """Return the canonical URL (without the key), the identity, and the object's name."""
-    web = scheme in _DEFAULT_PORTS
-    if web:
+    kind = find_scheme(scheme)
+    if kind.is_web:
         rest = rest.partition("#")[0]  # a fragment is never sent; other schemes allow # in names
     address, mark, query = rest.partition("?")
-    if web and query and (unsigned := _without_signatures(query)) != query:
+    if kind.is_web and query and (unsigned := _without_signatures(query)) != query:
         mark, query = "?" if unsigned else "", unsigned
     netloc, slash, path = address.partition("/")
     user, at, host = netloc.rpartition("@")
-    if web:
+    if kind.is_web:
         host, slash = _web_host(url, scheme, netloc), "/"
-    elif at and scheme not in _LOGINS:
+    elif at and kind.user != "login":
         if ":" in user:
             raise ConfigError(
                 f"{redact(url)}: a {scheme}:// URL may not contain a password before an @. Put "
@@ -441,7 +465,7 @@ def _web_host(url: str, scheme: str, netloc: str, what: str = "") -> str:
 
 def redact(text: str) -> str:
     """Return ``text`` without the logins, signatures and tokens in its URLs and headers."""
-    text = re.sub(_WEB, lambda match: match[1] + _masked(match[2] or ""), text)
+    text = re.sub(_WEB_URL, lambda match: match[1] + _masked(match[2] or ""), text)
     for pattern, replacement in _REDACTIONS.items():
         text = re.sub(pattern, replacement, text)
     return text

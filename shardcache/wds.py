@@ -31,7 +31,7 @@ from shardcache.origins.listing import SHARD, Listing, is_pattern
 from shardcache.ranks import LAUNCHERS, detect, run_of_this_process
 from shardcache.reading.lookahead import Lookahead
 from shardcache.reading.stream import stream_file
-from shardcache.urls import DEFAULT_SCHEMES, ShardURL, shown_url
+from shardcache.urls import ShardURL, find_scheme, shown_url
 
 if TYPE_CHECKING:
     from shardcache.cache import Handler
@@ -50,8 +50,6 @@ _TWICE = (
     "the pipeline also keeps each shard in WebDataset's cache_dir, so the node stores all shards "
     "twice. Remove cache_dir, or call cache.attach(dataset), which replaces it."
 )
-#: Schemes that WebDataset reads with programs that have credentials of their own.
-_WEBDATASETS = frozenset({"gs", "hf"})
 #: Kinds of messages that this process, or its parent before the fork, has logged. They are logged
 #: because many users pass handlers that silently skip errors.
 _logged: set[str] = set()
@@ -483,8 +481,8 @@ def _cached(
                         logger.warning(_TWICE)
                     return cache.open(rewritten)
         except Exception as exn:
-            scheme = url.partition(":")[0]
-            has_other = scheme in _WEBDATASETS or scheme not in DEFAULT_SCHEMES
+            scheme = find_scheme(url.partition(":")[0])
+            has_other = scheme.has_program or not scheme.is_allowed
             if cache is None or not (
                 has_other and isinstance(exn, (ConfigError, AccessDeniedError))
             ):
@@ -504,7 +502,7 @@ def _uncached(cache_of: Callable[[], Cache], original: _Gopen) -> _Gopen:
     """Return a ``gopen`` that reads files from their origin, for schemes unknown to WebDataset."""
 
     def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **options: Any) -> Any:
-        if mode == "rb" and url.partition(":")[0] in DEFAULT_SCHEMES:
+        if mode == "rb" and find_scheme(url.partition(":")[0]).is_allowed:
             cache = cache_of()
             return stream_file(cache.process, cache.parse(url))
         return original(url, mode, bufsize, **options)

@@ -230,7 +230,7 @@ def _credentials(config: Config) -> Findings:
     if options.get("anon"):
         yield "ok", str(access), ""
         return
-    origin = S3Origin(options, timeout=_RESPOND)
+    origin = S3Origin("s3", options, _RESPOND)
     try:
         if origin.accepts_credentials():
             yield "ok", f"{access}; accepted", ""

@@ -201,13 +201,18 @@ class Origin(Protocol):
 
     #: Whether a request can insist on a version. If not, a download calls `stat` again after its
     #: last byte, to find out whether the object has changed.
-    conditional: bool
+    conditional: bool = False
     #: Whether `stat` may return a checksum.
-    states_checksums: bool
+    states_checksums: bool = False
+    #: Whether `list_page` sends one request and sorts by name. If so, prewarms list sizes by it.
+    lists_pages: bool = False
     #: The name of the upstream that has this copy; "" for the origin itself.
     upstream: str = ""
     #: The tree digest of the copy, if the upstream states it.
     digest: str | None = None
+
+    def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
+        """Send no request yet. An attempt has to fail after ``timeout`` seconds without data."""
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -229,6 +234,21 @@ class Origin(Protocol):
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version, with its checksum if stated. Raises the errors of `open`."""
         ...
+
+    def list_page(
+        self, directory: ShardURL, prefix: str, token: str, *, deep: bool
+    ) -> tuple[Mapping[str, int | None], str]:
+        """Return the sizes of files by their names below a directory, and the next page's token.
+
+        Args:
+            prefix: the beginning of the names that are needed. The page may have others, too.
+            token: "" for the first page. The token of the page after the last one is "", too.
+            deep: whether to list the directories in this one as well.
+
+        Raises the errors of `open`.
+        """
+        text = f"{directory}: {directory.scheme}:// cannot be listed. "
+        raise ConfigError(f"{text}Write ranges as {{0000..0127}}.", url=str(directory))
 
     def failed(self, exn: Exception) -> None:
         """Count a fault of an upstream. After some, it is left alone for a while."""

@@ -12,6 +12,8 @@ import os
 import select
 import signal
 import subprocess
+from collections.abc import Mapping
+from typing import Any
 
 from shardcache.faults import os_error
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
@@ -22,9 +24,8 @@ class PipeOrigin(Origin):
     """Runs ``pipe:`` commands. A command fails if it writes nothing for ``timeout`` seconds."""
 
     conditional = True  # there is no version that a second `stat` could compare
-    states_checksums = False
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
         self._timeout = timeout
 
     def open(

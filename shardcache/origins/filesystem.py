@@ -51,12 +51,8 @@ _files: dict[int, Any] = {}
 class FsspecOrigin(Origin):
     """Reads shards of one fsspec protocol. Each of its calls fails after ``timeout`` seconds."""
 
-    conditional = False
-    states_checksums = False
-
-    def __init__(self, protocol: str, storage_options: Mapping[str, Any], timeout: float) -> None:
-        self._protocol, self._options = protocol, dict(storage_options)
-        self.timeout = timeout
+    def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
+        self._protocol, self._options, self.timeout = scheme, dict(options), timeout
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -88,10 +84,7 @@ class FsspecOrigin(Origin):
     def list_page(
         self, directory: ShardURL, prefix: str, token: str, *, deep: bool
     ) -> tuple[dict[str, int | None], str]:
-        """Return the sizes of the files in a directory by name, all on one page, without a timeout.
-
-        The arguments are those of `S3Origin.list_page`; names may have any beginning.
-        """
+        """Return all files of a directory on one page, without a timeout, whatever the prefix."""
 
         def sizes() -> dict[str, int | None]:
             if directory.scheme == "s3":

@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
@@ -58,6 +58,12 @@ _CONTENT_RANGE = re.compile(r"(?i)bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}
 _SAFE = "/?%:@!$&'()*+,;=~"
 #: Algorithms of checksums, in order of preference: the cheapest first.
 _CHECKSUMS = ("crc32", "crc32c", "crc64nvme", "sha256", "sha1")
+#: Options of fsspec's filesystem for the web: the headers, and those that change no response.
+_OPTIONS = {
+    *("headers", "simple_links", "same_scheme", "size_policy", "encoded", "block_size", "loop"),
+    *("cache_type", "cache_options", "asynchronous", "skip_instance_cache"),
+    *("use_listings_cache", "listings_expiry_time", "max_paths"),
+}
 _CERTIFICATES = (
     "Set SSL_CERT_FILE or AWS_CA_BUNDLE, or for s3:// in code "
     "storage_options={'client_kwargs': {'verify': '/path/to/ca.pem'}}."
@@ -242,10 +248,13 @@ class WebOrigin(Origin):
     """Reads shards over HTTP; a `base.Origin`."""
 
     conditional = True  # each response states its version, which the download compares
-    states_checksums = False
 
-    def __init__(self, headers: Mapping[str, object] | None = None, *, timeout: float) -> None:
-        named = {name.title(): str(value) for name, value in (headers or {}).items()}
+    def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
+        if unused := options.keys() - _OPTIONS:
+            names = ", ".join(sorted(unused))
+            raise ConfigError(f"{scheme}://: only headers can be a storage option. Remove {names}.")
+        headers = options.get("headers") or {}
+        named = {name.title(): str(value) for name, value in headers.items()}
         self._headers = {n: value for n, value in named.items() if n not in _RESERVED}
         self.transport = Transport(timeout=timeout)
 

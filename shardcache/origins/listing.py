@@ -11,17 +11,16 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import ignoring
-from shardcache.origins.aws import needs_s3fs
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryPolicy
-from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, parse_url, shown_url, split_bucket
+from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, find_scheme, parse_url, shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def is_pattern(url: str) -> bool:
     scheme = url.partition(":")[0].lower()
     if scheme == "pipe":
         return False
-    if scheme in ("http", "https"):  # "?" begins a query; a final "/" does not make a prefix
+    if find_scheme(scheme).is_web:  # "?" begins a query; a final "/" does not make a prefix
         return "*" in url.partition("?")[0]
     return url.endswith("/") or _WILDCARD.search(url) is not None
 
@@ -165,7 +164,6 @@ class Listing:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._s3_options = config.scheme_options("s3")
         self._policy = RetryPolicy(config.attempts, config.deadline, config.patience)
         self._origins = Origins(config.replace(timeout=min(config.timeout, _TIMEOUT)))
         self._sizes: dict[str, int] = {}  # by canonical URL
@@ -185,20 +183,17 @@ class Listing:
             ShardNotFoundError: no shard matches.
             AccessDeniedError, ConfigError, TransferError: the origin cannot be listed.
         """
-        # Refuses two patterns, too.
-        scheme = parse_url(f"{pattern}x", allow_schemes=self._config.allow_schemes).scheme
+        schemes = self._config.allow_schemes
+        parse_url(f"{pattern}x", allow_schemes=schemes)  # refuses two patterns
         root, wanted, deep = _split(pattern)
         # The prefix stays exactly as the user wrote it, because it is part of the shards' identity.
         base, slash, rest = root.rpartition("/")
-        if scheme == "s3":
-            bucket, prefix = split_bucket(root.partition("://")[2])
-            if not (bucket and root.endswith(f"{bucket}/{prefix}")):
-                raise ConfigError(f"{shown_url(pattern)}: a bucket's name has to be given in full")
-            directory = _s3_directory(f"s3://{bucket}/{prefix.removesuffix(rest)}")
-        else:
-            directory = parse_url(base + slash or "./", allow_schemes=self._config.allow_schemes)
-            if deep:
-                refuse_local(directory, self._config)  # instead of listing a whole disk
+        if base.endswith(":/"):
+            raise ConfigError(f"{shown_url(pattern)}: a bucket's name has to be given in full")
+        file = parse_url(f"{base}{slash}x", allow_schemes=schemes)
+        directory = replace(file, raw=base + slash or "./", canonical=str(file)[:-1], key="")
+        if deep:
+            refuse_local(directory, self._config)  # instead of listing a whole disk
         pages = self._pages(directory, rest, deep)
         # A folder may be an object of its own, whose name in it is empty.
         names = [name for page in pages for name in page if name and not name.endswith("/")]
@@ -219,14 +214,7 @@ class Listing:
         self, directory: ShardURL, prefix: str, deep: bool = True, attempts: int | None = None
     ) -> Iterator[list[str]]:
         """Yield the names of the files in a directory, page by page, and remember their sizes."""
-        origin: Any = self._origins.of(directory)
-        if not hasattr(origin, "list_page"):
-            raise ConfigError(
-                f"{directory}: {directory.scheme}:// cannot be listed. Write ranges as "
-                "{0000..0127}.",
-                url=str(directory),
-            )
-        token, tokens = "", set[str]()
+        origin, token, tokens = self._origins.of(directory), "", set[str]()
         while True:
             retries = self._policy.started(str(directory), attempts)
             page = partial(origin.list_page, directory, prefix, token, deep=deep)
@@ -255,22 +243,22 @@ class Listing:
         If a listing fails or is forbidden, the remaining sizes are missing from the result.
         """
         keys = {str(shard): shard.key for shard in shards if not shard.options}
-        listable = [
-            str(shard)
-            for shard in shards
-            if shard.scheme == "s3" and shard.version_id is None and str(shard) in keys
-            if not needs_s3fs(shard.bucket_and_key()[0], self._s3_options)
-        ]
-        folders: dict[str, list[str]] = {}
-        for url in sorted(set(listable) - self._sizes.keys()):
-            folders.setdefault(url.rpartition("/")[0], []).append(url)
-        left = _SPARE_PAGES + len(listable) // _PER_PAGE
+        folders: dict[ShardURL, list[str]] = {}
+        for shard in sorted(shards, key=str):
+            url = str(shard)
+            if url in keys and shard.version_id is None and url not in self._sizes:
+                folder = url.rpartition("/")[0] + "/"
+                directory = ShardURL(folder, shard.scheme, folder, "", "")
+                folders.setdefault(directory, []).append(url)
+        left = _SPARE_PAGES + len(shards) // _PER_PAGE
         try:
-            for folder, urls in folders.items():
-                first, last = (url.removeprefix(f"{folder}/") for url in (urls[0], urls[-1]))
-                # A prefix in S3 consists of characters, not of path components.
+            for directory, urls in folders.items():
+                if not self._origins.of(directory).lists_pages:
+                    continue
+                first, last = (url.removeprefix(str(directory)) for url in (urls[0], urls[-1]))
+                # A prefix consists of characters, not of path components.
                 prefix = os.path.commonprefix([first, last])  # noqa: RUF071
-                for page in self._pages(_s3_directory(f"{folder}/"), prefix, attempts=1):
+                for page in self._pages(directory, prefix, attempts=1):
                     left -= 1
                     if left <= 0 or (page and page[-1] >= last):
                         break
@@ -284,10 +272,6 @@ class Listing:
                 with ignoring(OSError):  # the download reports the error
                     sizes[shard.key] = shard.local_path.stat().st_size
         return sizes
-
-
-def _s3_directory(url: str) -> ShardURL:
-    return ShardURL(url, "s3", url, "", "")
 
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -40,7 +41,7 @@ from shardcache.origins.base import (
     read_all,
 )
 from shardcache.origins.retry import once
-from shardcache.urls import ALIASES, ShardURL, parse_url, redact, refuse_control
+from shardcache.urls import ALIASES, ShardURL, find_scheme, parse_url, redact, refuse_control
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +49,7 @@ _SIDECAR = ".shardcache.json"
 _MOST = 64 * 1024  #: bytes that are read of a sidecar; most have about 700
 #: Longest component of a copy's path, in bytes. Filesystems allow 255; temporary names are longer.
 _MAX_NAME = 200
-#: Options of fsspec's filesystem for the web: the headers, and those that change no response.
-_WEB_OPTIONS = {
-    *("headers", "simple_links", "same_scheme", "size_policy", "encoded", "block_size", "loop"),
-    *("cache_type", "cache_options", "asynchronous", "skip_instance_cache"),
-    *("use_listings_cache", "listings_expiry_time", "max_paths"),
-}
 _FAILURES = 2  #: in a row, after which an upstream is not used for a minute
-_WEB = ("http", "https")
 _SLOWEST = 1e6  #: bytes per second of a copy that is being written, below which it is given up
 
 
@@ -126,30 +120,15 @@ class Origins:
 
 def _make(shard: ShardURL, options: Mapping[str, Any], timeout: float) -> Origin:
     """Return a new origin for ``shard``, and for other shards that need the same client."""
-    # Each module is imported only when it is needed, because no program needs all of them.
     scheme = shard.scheme
-    if scheme == "s3":
-        if reason := needs_s3fs(shard.bucket_and_key()[0], options):
-            from shardcache.origins.filesystem import s3fs_origin
+    if scheme == "s3" and (reason := needs_s3fs(shard.bucket_and_key()[0], options)):
+        from shardcache.origins.filesystem import s3fs_origin
 
-            return s3fs_origin(reason, options, timeout)
-        from shardcache.origins.s3 import S3Origin
-
-        return S3Origin(options, timeout=timeout)
-    if scheme in _WEB:
-        from shardcache.origins.http import WebOrigin
-
-        if unused := options.keys() - _WEB_OPTIONS:
-            names = ", ".join(sorted(unused))
-            raise ConfigError(f"{scheme}://: only headers can be a storage option. Remove {names}.")
-        return WebOrigin(options.get("headers"), timeout=timeout)
-    if scheme == "pipe":
-        from shardcache.origins.command import PipeOrigin
-
-        return PipeOrigin(timeout)
-    from shardcache.origins.filesystem import FsspecOrigin
-
-    return FsspecOrigin(scheme, options, timeout)
+        return s3fs_origin(reason, options, timeout)
+    # The module is imported only when it is needed, because no program needs all of them.
+    module, _, name = find_scheme(scheme).origin.partition(".")
+    origin: type[Origin] = getattr(import_module(f"shardcache.origins.{module}"), name)
+    return origin(scheme, options, timeout)
 
 
 @dataclass(eq=False)
@@ -209,7 +188,7 @@ class _Upstream:
             return None
         if not {"?", "*"}.isdisjoint(name):
             return None
-        is_quoted = shard.scheme in _WEB or self._scheme not in _WEB
+        is_quoted = find_scheme(shard.scheme).is_web or not find_scheme(self._scheme).is_web
         return self._parse(name if is_quoted else quote(os.fsencode(name)))
 
     def _parse(self, name: str) -> ShardURL:

@@ -146,15 +146,16 @@ _stores: dict[str, _Store] = {}
 class S3Origin(Origin):
     """Reads ``s3://`` shards; a `base.Origin`.
 
-    The ``storage_options`` have the names of s3fs: key, secret, token, profile, anon,
-    requester_pays, endpoint_url, client_kwargs, config_kwargs.
+    The options have the names of s3fs: key, secret, token, profile, anon, requester_pays,
+    endpoint_url, client_kwargs, config_kwargs.
     """
 
     conditional = True
     states_checksums = True
+    lists_pages = True
 
-    def __init__(self, storage_options: Mapping[str, Any], *, timeout: float) -> None:
-        self._options = dict(storage_options)
+    def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
+        self._options = dict(options)
         self._timeout = timeout
         self._guard = threading.Lock()
         self._chain = threading.Lock()  # held while botocore searches for credentials
@@ -270,11 +271,7 @@ class S3Origin(Origin):
     def list_page(
         self, directory: ShardURL, prefix: str, token: str, *, deep: bool
     ) -> tuple[dict[str, int], str]:
-        """List one page of the objects whose keys begin with those of a directory and ``prefix``.
-
-        Without ``deep``, only those in the directory itself. Returns the sizes by name below the
-        directory, and the token for the next page, or "" on the last one.
-        """
+        """List one page of the objects in a directory. See `base.Origin.list_page`."""
         folder = directory.bucket_and_key()[1]
         query = {"list-type": "2", "encoding-type": "url", "max-keys": str(_PAGE)}
         query |= {"prefix": folder + prefix} | ({} if deep else {"delimiter": "/"})

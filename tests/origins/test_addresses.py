@@ -85,7 +85,7 @@ def fetch(make_cache) -> Callable[..., object]:
 @pytest.mark.parametrize("dead", [REFUSING, SILENT])
 def test_a_dead_address_is_tried_once_a_minute(network, clock, dead):
     network.addresses = [dead, LIVE]
-    origin = WebOrigin(timeout=60)
+    origin = WebOrigin("https", {}, 60)
     for minute in (1, 2):
         for _ in range(40):  # each starts at a random address
             read(origin, network.url)
@@ -101,7 +101,7 @@ def test_connections_are_spread_over_the_addresses(network) -> None:
         for address in network.addresses[1:]:
             server = Scripted(lambda head: ANSWER, address=(address, network.port))
             stack.enter_context(running(server))
-        origin = WebOrigin(timeout=60)
+        origin = WebOrigin("https", {}, 60)
         for _ in range(60):
             read(origin, network.url)
     assert set(network.tried) == set(network.addresses)
@@ -110,7 +110,7 @@ def test_connections_are_spread_over_the_addresses(network) -> None:
 def test_after_a_silent_ipv6_address_an_ipv4_address_is_tried(network):
     network.addresses = [SILENT_6, REFUSING, LIVE]
     with silent(SILENT_6, network.port):
-        origin = WebOrigin(timeout=60)
+        origin = WebOrigin("https", {}, 60)
         read(origin, network.url)
         assert network.tried[0] == SILENT_6 and network.tried[-1] == LIVE
         others = [sock for sock, address in network.attempts.items() if address != LIVE]

@@ -37,7 +37,7 @@ HELLO = part("0-4/5", b"hello", Connection=None)
 def test_a_refusal_states_the_pause_that_the_server_requests(serve):
     server = serve(answer("500 Oh", Retry_After=7))
     with pytest.raises(TransientError, match="500") as caught:
-        WebOrigin(timeout=20).open(parse_url(f"{server.url}/a.bin"), 10, 20)
+        WebOrigin("https", {}, 20).open(parse_url(f"{server.url}/a.bin"), 10, 20)
     assert (caught.value.retry_after, len(server.heads)) == (7, 1)
 
 
@@ -54,7 +54,7 @@ def test_a_proxy_receives_its_login(serve, monkeypatch, scheme, response, kind, 
     monkeypatch.setenv(f"{scheme}_proxy", server.url.replace("//", "//me:pass@"))
     monkeypatch.delenv("no_proxy", raising=False)
     with pytest.raises(kind) if kind else contextlib.nullcontext():
-        WebOrigin(timeout=20).open(parse_url(f"{scheme}://shards.invalid/a"), 0, 5).close()
+        WebOrigin("https", {}, 20).open(parse_url(f"{scheme}://shards.invalid/a"), 0, 5).close()
     (head,) = server.heads
     assert head.startswith(first_line)
     assert "Proxy-Authorization: Basic bWU6cGFzcw==" in head
@@ -110,7 +110,7 @@ def test_all_requests_after_a_redirect_go_to_the_region_of_the_bucket(serve, hea
     if header:
         moved = answer("301 Moved Permanently", x_amz_bucket_region="eu-west-3")
     server = serve(lambda head: HELLO if "/eu-west-3/s3/aws4_request" in head else moved, most=9)
-    origin = S3Origin({**KEYS, "endpoint_url": server.url}, timeout=20)
+    origin = S3Origin("s3", {**KEYS, "endpoint_url": server.url}, 20)
     url = parse_url("s3://lab/a.bin")
     for _ in range(2):
         once("", lambda: origin.open(url, 0, 5).close())
@@ -125,7 +125,7 @@ def test_signatures_equal_those_of_botocore(serve, style: str) -> None:
     config = {"proxies": {"http": server.url}, "s3": {"addressing_style": style}}
     options = {**KEYS, "token": "T0", "requester_pays": True, "config_kwargs": config}
     options["endpoint_url"] = "http://store.invalid"
-    origin = S3Origin(options, timeout=20)
+    origin = S3Origin("s3", options, 20)
     for key in ("a.bin?versionId=v+1", "a b/ü%+*.tar", "x/../a//b.tar"):
         origin.open(parse_url(f"s3://lab/{key}"), 0, 5).close()
     origin.open(parse_url("s3://lab/a.bin"), 0, None).close()

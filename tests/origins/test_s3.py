@@ -51,7 +51,7 @@ def test_every_stated_checksum_is_compared(open_cache, s3, bucket):
 @pytest.fixture
 def origin(s3, bucket):
     s3.put(bucket, "first.tar", make_tar(0))
-    return S3Origin({}, timeout=30)
+    return S3Origin("s3", {}, 30)
 
 
 def contents(body):

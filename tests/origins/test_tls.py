@@ -126,7 +126,7 @@ def test_a_long_body_seldom_wakes_its_reader_and_comes_whole(context, authority,
     server, block = Scripted(sent), memoryview(bytearray(1 << 20))
     got, ended = list[bytes](), list[bool]()
     with running(server, context if tls else None):
-        body = WebOrigin(timeout=8 * PATIENCE).open(parse_url(f"{server.url}/a"), 0, None)
+        body = WebOrigin("https", {}, 8 * PATIENCE).open(parse_url(f"{server.url}/a"), 0, None)
         before = getrusage(RUSAGE_THREAD).ru_nvcsw
         while count := body.readinto(block):
             got.append(bytes(block[:count]))

@@ -87,10 +87,7 @@ class FsspecOrigin(Origin):
         """Return all files of a directory on one page, without a timeout, whatever the prefix."""
 
         def sizes() -> dict[str, int | None]:
-            if directory.scheme == "s3":
-                root = directory.canonical.removeprefix("s3://").rstrip("/")
-            else:
-                root = self._path(directory)
+            root = str(self._filesystem._strip_protocol(str(directory)))
             self._filesystem.invalidate_cache()
             found = self._filesystem.find(root, maxdepth=None if deep else 1, detail=True)
             if not found and not self._filesystem.isdir(root):

@@ -41,7 +41,7 @@ from shardcache.origins.base import (
     read_all,
 )
 from shardcache.origins.retry import once
-from shardcache.urls import ALIASES, ShardURL, find_scheme, parse_url, redact, refuse_control
+from shardcache.urls import ShardURL, find_scheme, parse_url, redact, refuse_control
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +170,7 @@ class _Upstream:
     def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
         self.config, self._timeout, self._is_new = config, timeout, is_new
         self.name = redact(config.url)
-        scheme = config.url.partition("://")[0].lower() if "://" in config.url else "file"
-        self._scheme = ALIASES.get(scheme, scheme)
+        self._scheme = self._parse("x").scheme
         self._breaker = Breaker(threshold=_FAILURES)
         self._options = dict(config.storage_options)
         if self._scheme == "s3" and config.endpoint_url:
@@ -192,8 +191,9 @@ class _Upstream:
         return self._parse(name if is_quoted else quote(os.fsencode(name)))
 
     def _parse(self, name: str) -> ShardURL:
-        url, endpoint = f"{self.config.url.rstrip('/')}/{name}", self.config.endpoint_url
-        return parse_url(url, endpoint=endpoint, allow_schemes={self._scheme})
+        base, endpoint = self.config.url.rstrip("/"), self.config.endpoint_url
+        own = base.partition(":")[0].lower()
+        return parse_url(f"{base}/{name}", endpoint=endpoint, allow_schemes={own})
 
     def _look(self, copy: ShardURL) -> tuple[ObjectInfo | None, bytes]:
         """Return the version of a copy, None without one, and its sidecar, empty without one."""

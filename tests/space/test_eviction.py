@@ -110,6 +110,13 @@ def test_running_jobs_protect_recently_used_shards(layout, used, started, stays)
         session.close()
 
 
+def test_a_policy_may_evict_the_largest_first():
+    policy = POLICIES["lru"]._replace(rank=lambda links, last_used: -links[0].size)
+    entries = [Entry(f"/{size}/v", f"{size}", "v", size, NOW - size) for size in (1, 3, 2)]
+    found = plan(entries, Limits(max_size=1), policy, NOW)
+    assert [removal.size for removal in found.removed] == [3, 2]
+
+
 def test_an_invalid_pin_keeps_its_shard(layout):
     url = parse_url("s3://lab/a.tar")
     for text in (b"", b"{", b"[]", b"null", b'{"url": "x", "until": "soon"}', b"\xff" * 99):

@@ -46,7 +46,7 @@ SCHEMES = {
     "file": Scheme(names_server=True, hides_values=False),
     "memory": Scheme(),
     # It runs a shell, so users must allow it.
-    "pipe": Scheme("command.PipeOrigin", False, names_server=True, hides_values=False),
+    "pipe": Scheme("command.PipeOrigin", is_allowed=False, names_server=True, hides_values=False),
     "s3": Scheme("s3.S3Origin", hides_values=False),
     **dict.fromkeys(("abfs", "abfss", "az", "oci"), Scheme(user="account")),
     **dict.fromkeys(("ftp", "sftp", "smb", "ssh", "webdav", "webdavs"), _LOGIN),

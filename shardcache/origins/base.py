@@ -204,7 +204,7 @@ class Origin(Protocol):
     conditional: bool = False
     #: Whether `stat` may return a checksum.
     states_checksums: bool = False
-    #: Whether `list_page` sends one request and sorts by name. If so, prewarms list sizes by it.
+    #: Whether `list_page` sends one request and sorts by name, so that prewarms may list sizes.
     lists_pages: bool = False
     #: The name of the upstream that has this copy; "" for the origin itself.
     upstream: str = ""

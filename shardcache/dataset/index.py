@@ -44,7 +44,7 @@ from shardcache.layout import INDEX
 from shardcache.reading.stream import open_shard, stream_file
 from shardcache.sync import atomic_write
 from shardcache.threads import undivided
-from shardcache.urls import ShardURL
+from shardcache.urls import ShardURL, find_scheme
 from shardcache.wds import group_files
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]
             f"{file} is not an index of shards ({type(exn).__name__}: {exn}). Write it with "
             f"`shardcache index SPEC -o {file.basename}`."
         ) from exn
-    path = re.split("[?#]", path)[0] if file.scheme in ("http", "https") else path
+    path = re.split("[?#]", path)[0] if find_scheme(file.scheme).is_web else path
     base = path[: path.rfind("/") + 1]
     is_absolute = re.compile("/|[a-z][a-z0-9+.-]*:", re.IGNORECASE).match
     urls = [cache.parse(url if is_absolute(url) else base + url) for url, _ in pairs]

@@ -253,7 +253,7 @@ class Listing:
         left = _SPARE_PAGES + len(shards) // _PER_PAGE
         try:
             for directory, urls in folders.items():
-                if not self._origins.of(directory).lists_pages:
+                if directory.is_masked or not self._origins.of(directory).lists_pages:
                     continue
                 first, last = (url.removeprefix(str(directory)) for url in (urls[0], urls[-1]))
                 # A prefix consists of characters, not of path components.

@@ -160,12 +160,18 @@ def test_only_two_pass_a_stuck_holder_by(make_cache, clock):
         lock.release()
 
 
-@pytest.mark.locks_work
-@pytest.mark.parametrize(("more", "stored"), [(0, True), (-1, False), (5 * BLOCK, False)])
-def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_path, more, stored):
+@pytest.fixture
+def interrupted(make_cache, origin):
+    """A download has ended after two blocks, and may be resumed."""
     origin.faults += [Fault(after=2 * BLOCK + 9), Fault(after=None)]
     with pytest.raises(TransferError):
         make_cache(attempts=1, connections=1).fetch(URL)
+
+
+@pytest.mark.locks_work
+@pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize(("more", "stored"), [(0, True), (-1, False), (5 * BLOCK, False)])
+def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_path, more, stored):
     limit = room(tmp_path, len(DATA)) + more
     cache = make_cache(max_size=limit)
     if more > 0:  # a dead download reserves no room
@@ -179,10 +185,8 @@ def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_pat
 
 
 @pytest.mark.locks_work
+@pytest.mark.usefixtures("interrupted")
 def test_a_resumed_download_evicts_as_much_as_it_needs(make_cache, origin, tmp_path):
-    origin.faults += [Fault(after=2 * BLOCK + 9), Fault(after=None)]
-    with pytest.raises(TransferError):
-        make_cache(attempts=1, connections=1).fetch(URL)
     small = make_tar(2, members=1, size=BLOCK // 4)
     limit = room(tmp_path, len(DATA), len(small))
     cache = make_cache(max_size=limit, policy="lru")
@@ -231,19 +235,6 @@ def test_a_full_disk_makes_room_once_then_streams(make_cache, origin, monkeypatc
     if times > 1:
         with pytest.raises(OSError), make_cache(strict=True).open(URL) as stream:
             stream.read()
-
-
-def test_a_download_whose_partial_vanishes_starts_over(make_cache, origin):
-    cache = make_cache(connections=1)
-    more, partial = origin.hold(2 * BLOCK), layout(cache).partial
-
-    with ThreadPoolExecutor() as pool:
-        reading = pool.submit(read, cache)
-        wait_until(lambda: any(path.stat().st_size >= BLOCK for path in partial.glob("*/*.tar")))
-        shutil.rmtree(partial)  # shardcache's own sweeper respects the lock
-        more.set()
-        assert reading.result(PATIENCE) == DATA
-    assert URL in cache
 
 
 def test_a_program_that_keeps_emptying_the_cache_is_reported(make_cache, monkeypatch):

@@ -205,20 +205,27 @@ def test_a_new_root_that_others_may_write_is_not_read(make_cache, origin, ram, c
         assert all(read(cache, url, origin) for url in urls)
 
 
-def test_a_download_ends_although_the_shards_are_deleted(make_cache, origin):
-    [url] = shards(origin, 1)
-    with make_cache() as cache:
-        objects = Layout.of_root(cache.dir).objects
-        origin.faults.append(Fault(before=lambda: shutil.rmtree(objects)))
-        assert read(cache, url, origin) and url in cache and origin.fetches == 1
+@pytest.mark.parametrize(
+    ("lost", "requests", "attempts"),
+    [("v1/objects", 0, 1), ("v1/partial", 1, 2), pytest.param("disk", 0, 2, marks=needs_root)],
+)
+def test_a_download_starts_over_only_if_its_directory_is_gone(
+    make_cache, origin, tmp_path, lost, requests, attempts
+):
+    """After as many requests, another program removes a directory or unmounts the disk."""
+    urls, path = shards(origin, 2, 4 << 20), tmp_path / "disk"
+    with (
+        disk(path, "size=32m") if lost == "disk" else contextlib.nullcontext(),
+        make_cache(dir=path / "cache", connections=1, part_size="1MiB") as cache,
+    ):
+        read(cache, urls[0], origin)
 
+        def lose():
+            unmount(path) if lost == "disk" else shutil.rmtree(cache.dir / lost)
 
-def test_a_download_whose_disk_goes_away_starts_over(make_cache, origin, ram):
-    urls = shards(origin, 3)
-    cache = make_cache(dir=ram / "cache")
-    read(cache, urls[0], origin)
-    origin.faults.append(Fault(before=lambda: unmount(ram)))
-    assert cache.fetch(urls[1]).size  # at the second attempt, in a new root
-    assert all(read(cache, url, origin) for url in urls)
-    assert len(list(cache.entries())) == 3
-    cache.close()
+        origin.requests.clear()
+        origin.faults += [Fault()] * requests + [Fault(before=lose)]
+        assert cache.fetch(urls[1]).size
+        assert origin.fetches == attempts
+        assert all(read(cache, url, origin) for url in urls)
+        assert len(list(cache.entries())) == 2

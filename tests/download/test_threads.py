@@ -139,24 +139,14 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
 
 
 def test_a_fork_does_not_wait_for_the_server_in_a_handshake(make_cache):
-    has_begun, end = threading.Event(), threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
         url = f"https://127.0.0.1:{server.getsockname()[1]}/a.tar"
-        cache = make_cache(attempts=1)
-
-        def serve():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1)
-                has_begun.set()
-                end.wait(PATIENCE)
-
-        pool.submit(serve)
-        reading = pool.submit(cache.fetch, url)
-        assert has_begun.wait(PATIENCE)
-        with forked(lambda parent: parent.say("here")) as child:
-            assert child.hear() == "here"
-        end.set()
+        reading = pool.submit(make_cache(attempts=1).fetch, url)
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1)
+            with forked(lambda parent: parent.say("here")) as child:
+                assert child.hear() == "here"
         assert isinstance(reading.exception(PATIENCE), TransferError)
 
 

@@ -3,15 +3,14 @@
 import contextlib
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
-from shardcache.cache import Cache
 from shardcache.download import connections as module
 from shardcache.download.connections import Throttle, parse_rate
 from shardcache.errors import ConfigError
 from shardcache.prewarm import Stopped
-from tests.support.shop import Shop
 from tests.support.tars import make_tar
 
 
@@ -40,18 +39,17 @@ def test_a_rate_is_a_size_with_or_without_seconds(text, rate):
         assert parse_rate(text) == rate
 
 
-def test_a_prewarm_keeps_its_rate(run, tmp_path, monkeypatch):
+def test_a_prewarm_keeps_its_rate(run, shop, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
-    shop = Shop(tmp_path, count=4)
-    total = 4 * shop.size  # the bytes of half a second
+    total = len(shop.urls) * shop.size  # the bytes of half a second
     code, out, _ = run("prewarm", *shop.urls, "--json", "--limit-rate", f"{2 * total}B")
     summary = json.loads(out)["summary"]
-    assert (code, summary["fetched"], summary["received_bytes"]) == (0, 4, total)
+    assert (code, summary["fetched"], summary["received_bytes"]) == (0, 8, total)
     assert summary["seconds"] >= 0.35  # the burst has the bytes of a tenth of a second
 
 
-def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path, monkeypatch):
-    (tmp_path / "a.tar").write_bytes(make_tar(1, 3000, 700))
+def test_a_download_that_waits_for_the_rate_can_be_stopped(shop, monkeypatch):
+    Path(shop.urls[0]).write_bytes(make_tar(1, 3000, 700))
     stop, calls = threading.Event(), []
 
     def take(self, count):
@@ -60,7 +58,6 @@ def test_a_download_that_waits_for_the_rate_can_be_stopped(tmp_path, monkeypatch
         return 1e6
 
     monkeypatch.setattr(Throttle, "spend", take)
-    options = {"cache_local": True, "min_free": 0, "fill": "complete"}
-    with Cache(tmp_path / "cache", **options) as cache:
-        report = cache.prewarm([str(tmp_path / "a.tar")], limit_rate="64kB", stop=stop)
+    with shop.cache(fill="complete") as cache:
+        report = cache.prewarm(shop.urls[0], limit_rate="64kB", stop=stop)
     assert report.stopped is Stopped.REQUESTED and len(calls) == 1

@@ -84,16 +84,6 @@ def test_without_conditional_requests_the_version_is_checked_at_the_end(make, or
     assert fetched(make()) == NEWER
 
 
-@pytest.mark.parametrize("sizes", [True, False])
-def test_a_response_without_a_version_is_repeated_not_continued(make, origin, sizes):
-    origin.etags, origin.sizes = False, sizes
-    if sizes:
-        origin.faults.append(Fault())  # none in the first response
-    origin.faults.append(Fault(after=3 * BLOCK, error=TransientError("reset")))
-    origin.faults.append(Fault(before=lambda: origin.objects.update({URL: NEWER})))
-    assert fetched(make()) == NEWER
-
-
 @pytest.mark.locks_work("answers")
 def test_bytes_after_an_abort_are_not_used(make, origin, monkeypatch):
     """An aborted TLS connection returns ciphertext."""
@@ -215,34 +205,28 @@ def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
     monkeypatch.setattr(transfer, "_LAST_RESPONSE", 2 * PATIENCE)
     cache = make(attempts=100, connections=1 if during == "no connection" else 4)
     download, real = Download(cache.process.downloads, parse_url(URL)), origin.stat
-    over = threading.Event()
-    if during == "another download":
-        lock = held_elsewhere(cache, URL)
-    elif during == "no connection":
-        origin.objects[OTHER] = DATA
-        held = origin.hold(0)
-    elif during == "retries":
-        origin.faults.extend(Fault(after=None) for _ in range(100))
-    else:
-        monkeypatch.setattr(origin, "stat", lambda shard: over.wait(3 * PATIENCE) and real(shard))
-    with ThreadPoolExecutor() as pool:
-        if during == "no connection":
+    waits = {
+        "another download": lambda: list(cache.dir.glob("v1/sessions/*.wait")),
+        "no connection": lambda: cache.process.resources.connections._waiting,
+        "retries": lambda: len(origin.requests) >= 3,
+        "checksum": lambda: download.progress().written == SIZE,
+    }
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as end:
+        if during == "another download":
+            end.callback(held_elsewhere(cache, URL).release)
+        elif during == "no connection":
+            origin.objects[OTHER] = DATA
+            end.callback(origin.hold(0).set)
             pool.submit(read, cache, OTHER)
             wait_until(lambda: origin.requests)
-        fetching = pool.submit(run, cache, download)
-        if during == "no connection":
-            wait_until(lambda: cache.process.resources.connections._waiting)
         elif during == "retries":
-            wait_until(lambda: len(origin.requests) >= 3)
-        elif during == "checksum":
-            wait_until(lambda: download.progress().written == SIZE)
+            origin.faults.extend(Fault(after=None) for _ in range(100))
+        else:
+            end.callback((over := threading.Event()).set)
+            origin.stat = lambda shard: over.wait(3 * PATIENCE) and real(shard)
+        fetching = pool.submit(run, cache, download)
+        wait_until(waits[during])
         download.cancel()
         assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
-        if during == "no connection":
-            held.set()
-    if during == "another download":
-        lock.release()
-    over.set()
-    monkeypatch.undo()
     origin.faults.clear()
     assert fetched(cache) == DATA

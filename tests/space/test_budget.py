@@ -21,7 +21,6 @@ from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.disktools import disk, needs_root
 from tests.support.fakes import FakeClock
-from tests.support.shop import Shop
 from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish, room, taken
 
 GB = 10**9
@@ -325,9 +324,8 @@ def test_a_large_cache_is_counted_by_a_few_admissions(make, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_root), "network"])
-def test_small_shards_take_no_more_of_the_disk_than_max_size(tmp_path, monkeypatch, kind) -> None:
-    shop, real = Shop(tmp_path, count=12), os.statvfs
-    limit = 6 * shop.size
+def test_small_shards_take_no_more_of_the_disk_than_max_size(shop, monkeypatch, kind) -> None:
+    limit, real = 6 * shop.size, os.statvfs
 
     def transfer_size(path: Path) -> os.statvfs_result:  # as NFS states it for a block
         return os.statvfs_result((MIB, MIB, *real(path)[2:]))

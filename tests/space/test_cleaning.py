@@ -1,6 +1,5 @@
 """Cleaning by command and in the background."""
 
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -16,16 +15,16 @@ from shardcache.errors import LockTimeoutError
 from shardcache.locks.sessions import live_sessions
 from shardcache.space.budget import Space
 from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
-from shardcache.store.entry import Store, set_aside
+from shardcache.store.entry import Entry, Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.disktools import disk, needs_root, overlay
-from tests.support.shop import Shop
 from tests.support.storetools import (
     PATIENCE,
     age,
     begun,
     layout_of,
+    no_thread,
     publish,
     room,
     taken,
@@ -85,23 +84,19 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
 
 
 @pytest.mark.locks_work
-def test_a_shard_that_is_opened_during_a_cleaning_is_missing(tmp_path: Path) -> None:
-    shop, streams = Shop(tmp_path, count=3), list[Any]()
-    with shop.cache(min_free=0, policy="lru") as cache:
-        for url in shop.urls:
-            cache.fetch(url)
+def test_a_shard_that_is_opened_during_a_cleaning_is_missing(shop, monkeypatch):
+    urls, streams, real = shop.urls[:3], list[Any](), Store.evict
 
-        class Reader(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                if getattr(record, "event", "") == "evicted" and not streams:
-                    streams.extend(cache.open(url) for url in shop.urls if url in cache)
+    def evict(store: Store, entry: Entry) -> bool:
+        is_evicted = real(store, entry)
+        if not streams:
+            streams.extend(cache.open(url) for url in urls if url in cache)
+        return is_evicted
 
-        logger = logging.getLogger("shardcache")
-        logger.addHandler(reader := Reader())
-        logger.setLevel(logging.INFO)
+    monkeypatch.setattr(Store, "evict", evict)
+    with shop.cache(policy="lru") as cache:
+        cache.prewarm(urls)
         report = cache.clean(max_size=shop.room(1.5))
-        logger.removeHandler(reader)
-        logger.setLevel(logging.NOTSET)
         assert (report.kept, report.missing) == (2, shop.room(2) - shop.room(1.5))
         for stream in streams:
             stream.close()
@@ -132,10 +127,10 @@ def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.locks_work
-def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkeypatch):
-    shop, rounds, real = Shop(tmp_path, count=5), [], Space.clean
+def test_one_process_of_a_node_cleans_in_the_background(layout, shop, monkeypatch):
+    rounds, real = [], Space.clean
     with shop.cache() as earlier:
-        for number, url in enumerate(shop.urls):
+        for number, url in enumerate(shop.urls[:5]):
             earlier.fetch(url)
             shop.use(url, 1000.0 + number)
     age(orphan := leave(layout))
@@ -147,7 +142,7 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
     def read() -> None:
         with shop.cache(max_size=shop.room(4)) as cache:
             cache.open(shop.urls[0]).close()
-            wait_until(lambda: "shardcache-clean" not in {t.name for t in threading.enumerate()})
+            no_thread("shardcache-clean")
 
     monkeypatch.setattr(tiers, "_FIRST", -1.0)
     monkeypatch.setattr(Space, "clean", clean)
@@ -163,11 +158,10 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, tmp_path, monkey
 
 @needs_root
 @pytest.mark.locks_work
-def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(tmp_path, monkeypatch):
+def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(shop, monkeypatch):
     monkeypatch.setattr(tiers, "_MEMORY_INTERVAL", 0.0)
     gate, clean = threading.Event(), Space.clean
     monkeypatch.setattr(Space, "clean", lambda space: gate.wait() and clean(space))
-    shop = Shop(tmp_path, count=1)
     with disk(shop.path, "size=16m"):
         with shop.cache() as cache:
             cache.fetch(shop.urls[0])
@@ -177,13 +171,13 @@ def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(tmp_path, monk
                 cache.open(shop.urls[0]).close()
                 assert [each.name for each in threading.enumerate()].count("shardcache-clean") == 1
             gate.set()
-            wait_until(lambda: shop.urls[0] not in cache)
+            no_thread("shardcache-clean")
+            assert shop.urls[0] not in cache
         lock.release()
 
 
-def test_a_ram_disk_does_not_wait_until_a_slow_disk_is_clean(tmp_path, monkeypatch):
-    shop, ram, gate = Shop(tmp_path, count=1), tmp_path / "ram", threading.Event()
-    cleaned = list[Path]()
+def test_a_ram_disk_does_not_wait_until_a_slow_disk_is_clean(shop, tmp_path, monkeypatch):
+    ram, gate, cleaned = tmp_path / "ram", threading.Event(), list[Path]()
 
     def clean(space: Space) -> CleanReport:
         cleaned.append(directory := space.node.base.parent)
@@ -215,12 +209,10 @@ def test_a_ram_disk_does_not_wait_until_a_slow_disk_is_clean(tmp_path, monkeypat
         ("mine", "files of other"),
     ],
 )
-def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, stays, why):
-    shop = Shop(tmp_path, 2)
+def test_remove_dir_leaves_nothing_unless_something_must_stay(run, shop, stays, why):
     root = shop.path
     with shop.cache() as cache:
-        for url in shop.urls:
-            cache.fetch(url)
+        cache.prewarm(shop.urls)
         if stays == "pin":
             cache.pin(shop.urls[0])
         if stays != "process":
@@ -242,8 +234,7 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, tmp_path, sta
 
 
 @pytest.mark.locks_work
-def test_remove_dir_leaves_the_session_of_a_job_that_begins_meanwhile(tmp_path, monkeypatch):
-    shop = Shop(tmp_path, 1)
+def test_remove_dir_leaves_the_session_of_a_job_that_begins_meanwhile(shop, monkeypatch):
     with shop.cache() as cache, shop.cache() as job:
         cache.prewarm(shop.urls)
         cache.process.home.end_session()
@@ -255,10 +246,10 @@ def test_remove_dir_leaves_the_session_of_a_job_that_begins_meanwhile(tmp_path, 
 
 @needs_root
 @pytest.mark.parametrize("group", [None, os.getegid()])
-def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(tmp_path, group):
+def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(shop, tmp_path, group):
     """A directory in the lower layer of an overlay cannot be renamed."""
-    shop = Shop(tmp_path, count=2)
-    (url, damaged), (data, other) = shop.urls, [Path(each).read_bytes() for each in shop.urls]
+    url, damaged = shop.urls[:2]
+    data, other = Path(url).read_bytes(), Path(damaged).read_bytes()
     with shop.cache(shared_group=group) as cache:
         baked = cache.fetch(url)
         os.truncate(cache.fetch(damaged).data, 100)

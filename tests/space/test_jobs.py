@@ -8,24 +8,21 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardcache.cache import Cache
+from tests.support.caches import read
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_root
 from tests.support.shop import Shop
-from tests.support.storetools import Parent, crowd, forked, layout_of
+from tests.support.storetools import Parent, crowd, forked, layout_of, together
 from tests.support.tars import make_tar
 
 pytestmark = pytest.mark.locks_work
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return Shop(tmp_path, count=10)
 
 
 def numbers(shop: Shop) -> list[int]:
@@ -74,8 +71,7 @@ def test_a_job_keeps_its_shards_until_they_have_been_unused_for_a_day(shop):
 def test_jobs_with_a_smaller_limit_evict_two_shards_for_each_new_one(tmp_path):
     shop = Shop(tmp_path, count=40)
     with shop.cache() as cache:
-        for url in shop.urls[:30]:
-            cache.fetch(url)
+        cache.prewarm(shop.urls[:30])
     counts, options = [30], {"max_size": shop.room(12)}
     with forked(job, shop, options) as a, forked(job, shop, options) as b:
         for each, url in zip(itertools.cycle((a, b)), shop.urls[30:], strict=False):
@@ -156,14 +152,10 @@ def test_eight_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_path
     limit, root = 5 * len(data), tmp_path / "ram" / "cache"
     layout, seen, ended = layout_of(root), list[int](), threading.Event()
 
-    def work(parent: Parent, number: int) -> None:
-        options = {"cache_local": True, "min_free": 0, "max_size": limit, "policy": policy}
-        with Cache(root, **options) as cache:
-            parent.hear()
+    def work(number: int) -> None:
+        with Cache(root, cache_local=True, max_size=limit, policy=policy) as cache:
             for url in random.Random(number).sample(list(shards), 10):
-                with cache.open(url) as stream:
-                    assert stream.read() == shards[url]
-        parent.say()
+                assert read(cache, url) == shards[url]
 
     def watch() -> None:
         # Holds the lock of the budget, so that no process evicts during the count. Otherwise an
@@ -174,16 +166,11 @@ def test_eight_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_path
                     fcntl.flock(lock, fcntl.LOCK_EX)
                     seen.append(disk_bytes(layout.base))
 
-    with disk(tmp_path / "ram", "size=24m"):
-        watcher = threading.Thread(target=watch)
-        watcher.start()
+    with disk(tmp_path / "ram", "size=24m"), ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
         try:
-            with crowd(8, work) as children:
-                for child in children:
-                    child.tell()
-                for child in children:
-                    child.hear()
+            together(8, work)
         finally:
             ended.set()
-            watcher.join()
+        watching.result()
         assert 0 < max(seen) <= limit

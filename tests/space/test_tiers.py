@@ -25,11 +25,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return Shop(tmp_path, count=6)
-
-
-@pytest.fixture
 def ram(tmp_path: Path) -> Path:
     return tmp_path / "ram"
 
@@ -45,19 +40,10 @@ def tier(cache: Cache, ram: Path, url: str) -> str | None:
 
 
 @needs_root
-def test_a_tier_that_cannot_be_made_is_skipped(shop, ram, caplog):
-    with disk(ram, "ro"):
-        with opened(shop, ram / "cache", None) as cache:
-            for url in shop.urls[:2]:
-                assert read(cache, url) == Path(url).read_bytes()
-            assert [tier(cache, ram, url) for url in shop.urls[:2]] == ["home", "home"]
-        [warning] = warnings(caplog)
-        assert f"the tier {ram}/cache is not used" in warning
+@pytest.mark.parametrize("problem", ["a file", "read-only", "read-only later"])
+def test_jobs_and_commands_go_on_without_a_tier_that_fails(shop, ram, caplog, problem):
+    is_read, url = problem == "read-only later", shop.urls[1]
 
-
-@needs_root
-@pytest.mark.parametrize("is_read_only", [True, False])
-def test_commands_go_on_without_a_tier_that_fails(shop, ram, is_read_only):
     def run(*words: str) -> str:
         tiers = {"SHARDCACHE_TIERS": str(ram / "cache"), "SHARDCACHE_CACHE_LOCAL": "1"}
         code, text = command("--dir", shop.path, *words, **tiers)
@@ -65,17 +51,22 @@ def test_commands_go_on_without_a_tier_that_fails(shop, ram, is_read_only):
         return text
 
     with disk(ram, "size=8m"):
-        if is_read_only:
-            run("prewarm", shop.urls[0])
-            remount(ram, "ro")
-        else:
+        if problem == "a file":
             (ram / "cache").write_text("a file")
-        texts = [run(word, shop.urls[1]) for word in ("prewarm", "pin", "unpin")]
+        elif problem == "read-only later":
+            run("prewarm", shop.urls[0])
+        if problem != "a file":
+            remount(ram, "ro")
+        texts = [run(word, url) for word in ("prewarm", "pin", "unpin")]
+        caplog.clear()
+        with opened(shop, ram / "cache", None) as cache:
+            assert (tier(cache, ram, url), read(cache, url)) == ("home", Path(url).read_bytes())
+        assert len(warnings(caplog)) == (not is_read)
         texts.append(run("clean", "--all", "-y"))
         warned = [f"the tier {ram}/cache is not used" in text for text in texts]
-        # If it is read-only, its shards are read.
-        assert warned == [not is_read_only, True, False, is_read_only]
-        assert f"verified {is_read_only:d} shard" in run("verify")  # not that of `dir`
+        # If it is read-only later, its shards are read.
+        assert warned == [not is_read, True, False, is_read]
+        assert f"verified {is_read:d} shard" in run("verify")  # not that of `dir`
 
 
 def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
@@ -126,23 +117,22 @@ def test_the_last_tier_makes_room_if_its_quota_is_exceeded(shop, ram, tmp_path, 
 
 @pytest.mark.locks_work("flock")
 def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
-    (more := shop.origin / "more.tar").write_bytes(Path(shop.urls[0]).read_bytes())
+    urls = shop.urls[:6]
     with opened(shop, ram, shop.room(3), max_size=shop.room(3)) as cache:
         with pytest.raises(CacheFullError):
-            cache.prewarm([*shop.urls, str(more)])
+            cache.prewarm(shop.urls[:7])
         assert list(cache.entries()) == []
-        assert cache.prewarm(shop.urls).failed == 0
+        assert cache.prewarm(urls).failed == 0
         assert len(list(cache.entries())) == len(list(cache.verify())) == 6
     with opened(shop, ram, shop.room(2)) as cache:
         report = cache.clean(max_size=shop.room(1))
         assert (len(report.removed), report.kept) == (3, 3)
-        assert [tier(cache, ram, url) for url in shop.urls].count("ram") == 2
+        assert [tier(cache, ram, url) for url in urls].count("ram") == 2
 
 
 @pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("policy", ["working-set", "lru"])
-def test_a_shard_is_evicted_only_if_no_tier_has_free_room(tmp_path, ram, policy):
-    shop = Shop(tmp_path, count=8)
+def test_a_shard_is_evicted_only_if_no_tier_has_free_room(shop, ram, policy):
     options = {"max_size": shop.room(4), "policy": policy}
 
     def tiers(cache: Cache) -> list[str | None]:
@@ -165,9 +155,8 @@ def test_a_shard_is_evicted_only_if_no_tier_has_free_room(tmp_path, ram, policy)
 
 
 def test_commands_find_the_tiers_of_a_job(shop, ram):
-    with opened(shop, ram, shop.room(2), max_size=shop.room(10)) as cache:
-        for url in shop.urls:
-            cache.fetch(url)
+    with opened(shop, ram, shop.room(2), max_size=shop.room(14)) as cache:
+        cache.prewarm(shop.urls)
 
     def run(*words: str) -> str:
         code, text = command("--dir", shop.path, *words, SHARDCACHE_CACHE_LOCAL="1")
@@ -178,7 +167,7 @@ def test_commands_find_the_tiers_of_a_job(shop, ram):
     with shop.cache() as later:
         assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
 
-    assert "6 cached" in run("prewarm", "--check", *shop.urls)
+    assert "8 cached" in run("prewarm", "--check", *shop.urls)
     assert f"tiers {ram}=" in run("clean", "-n")
     shutil.rmtree(ram)
     run("prewarm", *shop.urls)  # not into a tier that is gone, and that no option names

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from shardcache.errors import ConfigError
 from shardcache.files import is_directory
 from shardcache.layout import MANIFEST, Layout
 from shardcache.store.root import is_cache, make_root
-from tests.support.storetools import Parent, begun, crowd, layout_of, make_store, publish, tree
+from tests.support.storetools import PATIENCE, begun, layout_of, make_store, publish, together, tree
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -67,24 +68,17 @@ def test_a_root_that_another_node_has_made_may_appear_late(tmp_path, monkeypatch
 
 
 def test_many_processes_make_one_root_at_once(tmp_path: Path, monkeypatch) -> None:
-    root = tmp_path / "deep" / "cache"
+    root, barrier = tmp_path / "deep" / "cache", multiprocessing.Barrier(12)
 
-    def make(parent: Parent, number: int) -> None:
-        def random_token() -> str:  # once this process has found no manifest
-            parent.say()
-            parent.hear()
-            return f"{number:032x}"
+    def random_token() -> str:
+        return f"{barrier.wait(PATIENCE):032x}"  # once all processes have found no manifest
 
-        monkeypatch.setattr("shardcache.store.root.random_token", random_token)
+    def make(_: int) -> bytes:
         make_root(Config(root))
-        parent.say((root / MANIFEST).read_bytes())
+        return (root / MANIFEST).read_bytes()
 
-    with crowd(12, make) as children:
-        for child in children:
-            child.hear()
-        for child in children:
-            child.tell()
-        assert len({child.hear() for child in children}) == 1
+    monkeypatch.setattr("shardcache.store.root.random_token", random_token)
+    assert len(set(together(12, make))) == 1
     assert {p.name for p in root.iterdir()} == {MANIFEST, "CACHEDIR.TAG", "README.txt", "v1"}
 
 

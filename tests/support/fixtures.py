@@ -21,6 +21,7 @@ from shardcache.origins import retry
 from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
+from tests.support.shop import Shop
 from tests.support.webservers import Files, Scripted, certificate, running
 
 
@@ -147,6 +148,12 @@ def _own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
     return make_root(Config(tmp_path / "cache"))
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    """Eight shards on a slow mount, and a cache in front of it."""
+    return Shop(tmp_path)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import webdataset as wds
 from shardcache import threads
 from shardcache.cache import Cache
 from shardcache.errors import TransferError
+from shardcache.origins.base import receive
 from tests.support.storetools import BLOCK, PATIENCE, forked, no_thread, wait_until
 from tests.support.tars import make_tar
 
@@ -138,15 +139,20 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
         thread.join()
 
 
-def test_a_fork_does_not_wait_for_the_server_in_a_handshake(make_cache):
+def test_a_fork_does_not_wait_for_the_server_in_a_handshake(make_cache, monkeypatch):
+    monkeypatch.setattr(threads, "_BEFORE_FORK", 2 * PATIENCE)
+
+    def is_waiting():
+        return any(f.f_code is receive.__code__ for f in sys._current_frames().values())
+
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
         url = f"https://127.0.0.1:{server.getsockname()[1]}/a.tar"
-        reading = pool.submit(make_cache(attempts=1).fetch, url)
+        reading = pool.submit(make_cache(attempts=1, timeout=PATIENCE).fetch, url)
         connection, _ = server.accept()
         with connection:
-            connection.recv(1)
+            wait_until(is_waiting)
             with forked(lambda parent: parent.say("here")) as child:
-                assert child.hear() == "here"
+                assert child.hear() == "here" and not reading.done()
         assert isinstance(reading.exception(PATIENCE), TransferError)
 
 

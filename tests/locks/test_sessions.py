@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 
@@ -14,6 +13,7 @@ import pytest
 from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
+from tests.support.clitools import run_process
 from tests.support.storetools import (
     Parent,
     forked,
@@ -75,9 +75,8 @@ cache.fetch(sys.argv[1] + "/a.tar")
 found = os.listdir(sys.argv[1] + "/cache/v1/sessions")
 print(sum(name.endswith(".session") for name in found))
 """
-    command = [sys.executable, "-X", "dev", "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("1\n", "")
+    ended = run_process(tmp_path, python=[sys.executable, "-X", "dev", "-c", program])
+    assert ended == (0, "1\n", "")
     assert os.listdir(tmp_path / "cache/v1/sessions") == []
 
 

@@ -11,22 +11,9 @@ from shardcache import TransferError
 from shardcache.origins.aws import s3_region, written_keys
 from shardcache.origins.s3 import _usual_address
 from shardcache.urls import parse_url
-from tests.support.webservers import Files, answer, running
+from tests.support.webservers import answer
 
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
-
-
-def test_requests_over_a_kept_connection_do_not_look_for_a_proxy(open_cache, monkeypatch):
-    lookups = []
-    monkeypatch.setattr("urllib.request.getproxies", lambda: lookups.append(1) or {})
-    for name, value in {**KEYS, "no_proxy": "elsewhere"}.items():
-        monkeypatch.setenv(name, value)
-    with running(Files()) as server:
-        server.files |= {f"/lab/{number}.bin": b"data" for number in range(5)}
-        cache = open_cache(endpoint_url=server.url)
-        for number in range(5):
-            cache.fetch(f"s3://lab/{number}.bin")
-    assert len(lookups) < len(server.requests)
 
 
 CONFIG = """

@@ -6,24 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardcache import ConfigError, TransferError, TransferTimeoutError
-from shardcache.config import Config
-from shardcache.origins.aws import with_options
 from shardcache.pipe_commands import read_command
 from tests.support.caches import read
 from tests.support.tars import make_tar
-
-
-@pytest.mark.parametrize("table", ["s3", None])
-def test_options_of_a_command_join_those_of_the_configuration(table):
-    own = {"key": "k", "secret": "s", "client_kwargs": {"verify": "ca.pem"}}
-    https = {"https": {"headers": {"x": "y"}}}
-    given = {"s3": own, **https} if table else own | https
-    config = Config("/", storage_options=given)
-    changed = with_options(config, {"profile": "p", "region_name": "r"}.items())
-    options = changed.scheme_options("s3")
-    assert options["profile"] == "p" and not {"key", "secret"} & set(options)
-    assert options["client_kwargs"] == {"verify": "ca.pem", "region_name": "r"}
-    assert changed.scheme_options("https") == https["https"]
 
 
 def test_variables_tell_outputs_apart_and_credentials_do_not(make_cache, tmp_path, monkeypatch):
@@ -59,6 +44,7 @@ def test_a_pickled_command_is_not_run(make_cache):
 
 
 OTHER = ("endpoint_url", "http://h:1"), ("profile", "p"), ("region_name", "r")
+ENVIRONMENT = {"TOKEN": "s3cret", "S3_ENDPOINT_URL": "http://minio:9000"}  # the latter of s5cmd
 PAYER = ("requester_pays", "requester")
 BEARER = ("authorization", "Bearer s3cret")
 BASIC = ("authorization", "Basic bWU6czNjcmV0")
@@ -76,7 +62,8 @@ BASIC = ("authorization", "Basic bWU6czNjcmV0")
         ("aws s3 cp s3://b/k - --request-payer requester", "s3://b/k", (PAYER,)),
         ("/usr/bin/aws s3 cp s3://b/k - --request-payer=requester", "s3://b/k", (PAYER,)),
         ("s5cmd --endpoint-url=http://h:1 cat s3://b/k", "s3://b/k", OTHER[:1]),
-        ("s5cmd --no-sign-request -r 5 --log error cat s3://b/k", "s3://b/k", (("anon", "true"),)),
+        ("s5cmd --no-sign-request -r 5 --log error cat s3://b/k", "s3://b/k",
+         (("anon", "true"), ("endpoint_url", "http://minio:9000"))),
         ("gsutil -q -m cat gs://b/k", "gs://b/k", ()),
         ("gcloud storage cat gs://b/k --quiet", "gs://b/k", ()),
         ("curl --connect-timeout 30 --retry 30 --retry-delay 2 -f -s -L https://h/k", "https://h/k",
@@ -97,7 +84,7 @@ BASIC = ("authorization", "Basic bWU6czNjcmV0")
     ],
 )  # fmt: skip
 def test_commands_that_only_read_an_object_are_recognised(command, url, options):
-    assert read_command(command, {"TOKEN": "s3cret"}) == (url, options)
+    assert read_command(command, ENVIRONMENT) == (url, options)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +112,16 @@ def test_commands_that_only_read_an_object_are_recognised(command, url, options)
         ("", "program"),
     ],
 )
-def test_other_commands_are_left_to_a_shell(make_cache, command, reason):
+def test_other_commands_are_left_to_a_shell(command, reason):
     with pytest.raises(ConfigError, match=reason):
         read_command(command, {"WORDS": "a b", "AWS_SESSION_TOKEN": "s3cret"})
 
 
-@pytest.mark.parametrize("option", ["", "--endpoint-url http://own:9000 "])
-def test_the_endpoint_is_that_of_s5cmd(option):
-    environ = {"S3_ENDPOINT_URL": "http://minio:9000"}
-    _, options = read_command(f"s5cmd {option}cat s3://b/k", environ)
-    assert options == (("endpoint_url", "http://own:9000" if option else "http://minio:9000"),)
-
-
-def test_a_command_of_an_s3_client_is_replaced_by_a_request(
-    make_cache, s3, bucket, proxy, s3_environment, monkeypatch, tmp_path
+@pytest.mark.parametrize("table", ["s3", None])
+def test_a_command_of_an_s3_client_is_replaced_by_a_request_with_its_options(
+    make_cache, s3, bucket, proxy, s3_environment, monkeypatch, tmp_path, table
 ):
+    """They join those of the configuration, and its profile replaces the keys there."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")  # no server listens
     keys = (s3_environment.pop(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
     text = "[profile lab]\naws_access_key_id = {}\naws_secret_access_key = {}\n".format(*keys)
@@ -150,9 +132,13 @@ def test_a_command_of_an_s3_client_is_replaced_by_a_request(
     monkeypatch.setenv("PATH", str(tmp_path))  # no aws command
     s3.put(bucket, "a.tar", make_tar(8))
     url = f"s3://{bucket}/a.tar"
-    client = f"--endpoint-url {proxy.url} --profile lab"
-    cache = make_cache(strict=True)
-    for command in (f"aws {client} s3 cp {url} -", f"s5cmd {client} cat '{url}'"):
+    own = {"key": "none", "secret": "none", "client_kwargs": {"endpoint_url": proxy.url}}
+    https = {"https": {"headers": {"x": "y"}}}
+    cache = make_cache(strict=True, storage_options={"s3": own, **https} if table else own | https)
+    for command in (
+        f"aws --profile lab --region us-east-1 s3 cp {url} -",
+        f"s5cmd --endpoint-url {proxy.url} --profile lab cat '{url}'",
+    ):
         assert read(cache, f"pipe:{command}") == make_tar(8)
     assert proxy.fetches() == {f"{bucket}/a.tar": 1}
-    assert cache.path(url) is None  # the key for the endpoint of the environment
+    assert make_cache().path(url) is None  # the key for the endpoint of the environment

@@ -5,6 +5,7 @@
 
 import contextlib
 import socket
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 
@@ -20,7 +21,7 @@ from shardcache.origins.retry import once
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
-from tests.support.webservers import Scripted, answer, part_of
+from tests.support.webservers import Scripted, answer, part_of, store_of
 
 SHARD = make_tar(3, members=3, size=1_200_000)
 KEYS = {"key": "AK", "secret": "SK"}
@@ -80,14 +81,17 @@ def test_a_proxy_receives_its_login(serve, monkeypatch, scheme, response, kind, 
     ],
 )
 def test_no_proxy_takes_hosts_and_ports(serve, make_cache, monkeypatch, host, exceptions, direct):
-    look_up = socket.getaddrinfo
+    look_up, find, found = socket.getaddrinfo, urllib.request.getproxies, list[object]()
     monkeypatch.setattr(socket, "getaddrinfo", lambda _, *a, **n: look_up("127.0.0.1", *a, **n))
+    monkeypatch.setattr("urllib.request.getproxies", lambda: found.append(0) or find())
     server, proxy = (serve(lambda head: b"".join(part_of(SHARD, head)), 9) for _ in range(2))
     port = server.server_address[1]
     monkeypatch.setenv("http_proxy", proxy.url)
     monkeypatch.setenv("no_proxy", exceptions.format(port=port))
-    assert make_cache().open(f"http://{host}:{port}/a.tar").read() == SHARD
+    cache = make_cache(part_size="1MiB", connections=1)
+    assert cache.open(f"http://{host}:{port}/a.tar").read() == SHARD
     assert (bool(server.heads), bool(proxy.heads)) == (direct, not direct)
+    assert len(found) < len(server.heads + proxy.heads)  # not for each request
 
 
 @pytest.mark.parametrize("url", ["http://store.test/a.tar", "https://store.test/a.tar", "s3://b/a"])
@@ -173,14 +177,7 @@ def redirect(status: str, server: str) -> Callable[[str], bytes]:
 @pytest.fixture
 def node(serve) -> Scripted:
     """A server of one shard, which also lists it."""
-
-    def respond(head: str) -> bytes:
-        if "list-type" in head:
-            return answer("200 OK", LISTED, Connection=None)
-        stated, body = part_of(SHARD, head)
-        return stated if head.startswith("HEAD") else stated + body
-
-    return serve(respond, most=99)
+    return serve(store_of(SHARD, LISTED), most=99)
 
 
 @pytest.fixture

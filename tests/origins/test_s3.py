@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import pickle
 import socket
-import subprocess
 import sys
 from urllib.parse import urlsplit
 
@@ -15,8 +14,9 @@ from shardcache import AccessDeniedError, ConfigError, ShardNotFoundError
 from shardcache.origins.base import VersionChangedError, read_all
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import parse_url
+from tests.support.clitools import run_process
 from tests.support.tars import make_tar
-from tests.support.webservers import answer, part_of
+from tests.support.webservers import answer, store_of
 
 pytestmark = pytest.mark.usefixtures("s3_environment")
 KEYS = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
@@ -35,8 +35,8 @@ def test_a_key_needs_no_botocore_and_a_read_no_session_of_it(tmp_path, s3, bucke
         "print('botocore' in sys.modules, len(cache.open(url).read()))\n"
         "print('botocore.session' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", str(len(make_tar(1))), "False"], done.stderr
+    ended = run_process(python=[sys.executable, "-c", code])
+    assert ended == (0, f"False {len(make_tar(1))}\nFalse\n", "")
 
 
 def test_every_stated_checksum_is_compared(open_cache, s3, bucket):
@@ -154,15 +154,10 @@ def store(serve, monkeypatch):
     def resolved(host, *args, **named):
         return resolve("127.0.0.1" if str(host).endswith("localhost") else host, *args, **named)
 
-    def respond(head):
-        target = head.split(" ")[1]
-        if "?session" in target or "list-type=2" in target:
-            return answer("200 OK", SESSION if "?session" in target else LISTED)
-        stated, body = part_of(SHARD, head)
-        return stated if head.startswith("HEAD") else stated + body
-
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    return serve(respond, most=1000)
+    server = serve(store_of(SHARD, LISTED), most=1000)
+    server.refuse = lambda head: answer("200 OK", SESSION) if "?session" in head else None
+    return server
 
 
 def header(head, name):

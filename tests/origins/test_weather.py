@@ -1,14 +1,12 @@
 """Stores and credential services that throttle, refuse a header or disagree about the time."""
 
 import errno
-import gc
 import hashlib
 import json
 import random
 import re
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -19,13 +17,13 @@ import pytest
 
 from shardcache import AccessDeniedError, Cache, TransferError
 from shardcache.origins import retry, s3
-from shardcache.origins.base import RepeatError, TransientError
+from shardcache.origins.base import TransientError
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, Pace, RetryPolicy
 from tests.support.caches import warnings
 from tests.support.fakes import FakeClock
 from tests.support.storetools import PATIENCE, forked
 from tests.support.tars import make_tar
-from tests.support.webservers import Scripted, answer, part_of
+from tests.support.webservers import Scripted, answer, part_of, store_of
 
 SHARD = make_tar(1, members=40, size=100_000)
 KEYS = {"key": "AK", "secret": "SK"}
@@ -52,12 +50,7 @@ def sts_error(status: str, code: str) -> bytes:
 @pytest.fixture
 def store(serve: Callable[..., Scripted]) -> Scripted:
     """An S3 server that has the same shard under every key."""
-
-    def respond(head: str) -> bytes:
-        stated, body = part_of(SHARD, head, ETag='"v1"')
-        return stated if head.startswith("HEAD") else stated + body
-
-    return serve(respond, most=1000)
+    return serve(store_of(SHARD), most=1000)
 
 
 #: The variables that name a source of credentials: a service, or a program.
@@ -536,22 +529,3 @@ def test_pauses_are_random_and_grow_beyond_retry_after(retry_after, monkeypatch)
         assert least + longest * 0.8 < max(spread) <= least + longest
     assert (number, longest) == (8, CAP)  # the cap was reached
     assert random.getstate() == state  # that of the user's program, which ranks seed alike
-
-
-def test_a_repeated_call_leaves_no_reference_cycle():
-    """A cycle would keep a partial and its lock until the next garbage collection."""
-    errors = [TransientError("503"), RepeatError("a", TransientError("503"), lambda: False)]
-
-    def fail() -> None:
-        if errors:
-            raise errors.pop()
-
-    sleep = lambda seconds: None  # noqa: E731
-    kept = weakref.ref(sleep)
-    gc.disable()
-    try:
-        RetryPolicy(3, None, 0).started("s3://lab/a.tar").call(fail, sleep=sleep)
-        del sleep
-        assert kept() is None
-    finally:
-        gc.enable()

@@ -13,10 +13,10 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.download import download
 from shardcache.download.download import Download
+from shardcache.origins.base import RepeatError, TransientError
 from tests.support.fakes import Fault
 from tests.support.storetools import BLOCK, descriptors, forked, no_thread
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, running
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
@@ -34,15 +34,14 @@ def open_shards():
     return [each for each in descriptors() if "/partial/" in each or "/objects/" in each]
 
 
-def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
+def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(files):
     """In a child process, because a deadlock would never end. It takes less than a second."""
-    server = Files()
-    server.files = {"/a.tar": DATA, "/b.tar": DATA}
-    server.hold("/a.tar", BLOCK + 5)
+    files.files = {"/a.tar": DATA, "/b.tar": DATA}
+    files.hold("/a.tar", BLOCK + 5)
 
     def work(parent):
-        cache = Cache(tmp_path / "cache", min_free=0)
-        streams = [cache.open(f"{server.url}/a.tar").detach() for _ in range(2000)]
+        cache = Cache()
+        streams = [cache.open(f"{files.url}/a.tar").detach() for _ in range(2000)]
 
         def close_one(frame, event, _):
             if streams and event.endswith("call") and "/shardcache/" in frame.f_code.co_filename:
@@ -50,9 +49,9 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(tmp_path):
 
         threading.setprofile(close_one)
         sys.setprofile(close_one)
-        parent.say(cache.open(f"{server.url}/b.tar").read() == DATA)
+        parent.say(cache.open(f"{files.url}/b.tar").read() == DATA)
 
-    with running(server), forked(work) as child:
+    with forked(work) as child:
         assert child.hear(60.0)
 
 
@@ -102,14 +101,16 @@ def test_a_child_that_closes_its_copy_of_a_stream_keeps_and_counts_nothing(make_
     assert (cache.stats().opens, cache.stats().misses) == (1, 1)
 
 
-@pytest.mark.parametrize("ends", ["whole", "broken"])
+@pytest.mark.parametrize("ends", ["whole", "broken", "repeated"])
 @pytest.mark.parametrize("first", ["reader", "download"])
 def test_the_last_of_reader_and_download_closes_the_shard(make_cache, origin, recwarn, first, ends):
+    """Also after a request that was repeated: no cycle of references keeps its frames."""
     origin.objects[URL] = DATA
     more = origin.hold(BLOCK + 5)
-    if ends == "broken":
-        origin.faults.append(Fault(after=None))  # the next request
-    cache = make_cache(connections=1, attempts=1, part_size=2 * BLOCK)
+    failed = RepeatError("remedy", TransientError("503"), lambda: False)
+    if ends != "whole":
+        origin.faults.append(Fault(after=None, error=failed))  # the next request
+    cache = make_cache(connections=1, attempts=2 - (ends == "broken"), part_size=2 * BLOCK)
     stream = cache.open(URL)
     assert stream.read(10) == DATA[:10]
     for event in (stream.close, more.set) if first == "reader" else (more.set, stream.close):

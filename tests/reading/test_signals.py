@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,9 +19,10 @@ from shardcache import TransferError, threads
 from shardcache.origins.base import TransientError
 from shardcache.origins.retry import Pace
 from tests.support.caches import read
+from tests.support.clitools import run_process
 from tests.support.storetools import PATIENCE, descriptors, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, part_of, running
+from tests.support.webservers import part_of
 
 DATA = make_tar(1, members=50, size=40_000)
 HERE = str(Path(shardcache.__file__).parent)
@@ -56,10 +56,9 @@ def interrupted(
 
 
 @pytest.fixture
-def files():
-    with running(Files()) as server:
-        server.files["/a.tar"] = DATA
-        yield server
+def url(files):
+    files.files["/a.tar"] = DATA
+    return f"{files.url}/a.tar"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -81,14 +80,16 @@ def files():
         ("follow", 600_000, 40),
     ],
 )
-def test_a_handler_may_raise_in_a_read(make_cache, files, monkeypatch, source, size, step, error):
+def test_a_handler_may_raise_in_a_read(
+    make_cache, files, url, monkeypatch, source, size, step, error
+):
     """A handler may raise after each call. Python itself drops what is raised in a finalizer.
 
     After an error with a number, which may be taken for one of the network, reading may fail.
     """
     dropped = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
-    cache, url = make_cache(max_size=1000 if source == "past" else None), f"{files.url}/a.tar"
+    cache = make_cache(max_size=1000 if source == "past" else None)
 
     def handler(frame, event, _):
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(HERE) and left:
@@ -122,9 +123,9 @@ def test_a_handler_may_raise_in_a_read(make_cache, files, monkeypatch, source, s
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 @pytest.mark.parametrize("most", [None, 1000])
-def test_no_error_of_a_handler_is_taken_for_another(make_cache, files, error, most):
+def test_no_error_of_a_handler_is_taken_for_another(make_cache, url, error, most):
     """torch's handler of SIGCHLD raises a RuntimeError, as Python does at the limit of threads."""
-    cache, url, ended = make_cache(max_size=most), f"{files.url}/a.tar", []
+    cache, ended = make_cache(max_size=most), []
 
     def open_missing():
         cache.open(url).close()
@@ -137,9 +138,8 @@ def test_no_error_of_a_handler_is_taken_for_another(make_cache, files, error, mo
     assert moments > 50 and len(ended) <= 4
 
 
-def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, monkeypatch):
-    cache, url = make_cache(), f"{files.url}/a.tar"
-    held = files.hold("/a.tar", 1_000_000)
+def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, url):
+    cache, held = make_cache(), files.hold("/a.tar", 1_000_000)
 
     def handler(*_):
         raise Deadline
@@ -162,10 +162,11 @@ def test_a_fetch_that_a_handler_ends_has_released_the_shard(make_cache, files, m
 
 def opening(cache, url, pool):
     """A download without a worker, or a lock, would stop the next reader."""
-    read_again = partial(pool.submit, read, cache, url)
-    return lambda: cache.open(
-        url
-    ).close(), lambda: read_again().result(20) == DATA and cache.clean(everything=True)
+
+    def is_read_again():
+        return pool.submit(read, cache, url).result(20) == DATA and cache.clean(everything=True)
+
+    return lambda: cache.open(url).close(), is_read_again
 
 
 def opening_a_cached_shard(cache, url, pool):
@@ -199,9 +200,11 @@ def starting_a_thread(cache, url, pool):
     """In `Thread.start`, it would raise other exceptions, and keep a lock of the new thread."""
     tasks = len(os.listdir("/proc/self/task"))
     start = partial(threads.start, lambda: None, "shardcache-test")
-    return lambda: start().join(PATIENCE), lambda: wait_until(
-        lambda: len(os.listdir("/proc/self/task")) <= tasks
-    )
+
+    def is_over():
+        return wait_until(lambda: len(os.listdir("/proc/self/task")) <= tasks)
+
+    return lambda: start().join(PATIENCE), is_over
 
 
 def undivided_work(cache, url, pool):
@@ -224,24 +227,23 @@ CALLS |= {requesting: 1, starting_a_thread: 1, undivided_work: 1}
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python: threads and a fork
 @pytest.mark.parametrize(("made", "step"), CALLS.items())
-def test_a_handler_may_end_a_call_at_any_moment(make_cache, files, monkeypatch, made, step):
+def test_a_handler_may_end_a_call_at_any_moment(make_cache, url, monkeypatch, made, step):
     monkeypatch.setattr(threads, "_BEFORE_FORK", PATIENCE)
     with ThreadPoolExecutor(1) as pool:
-        call, is_well = made(make_cache(), f"{files.url}/a.tar", pool)
+        call, is_well = made(make_cache(), url, pool)
         with no_descriptor_left() if made is opening_a_cached_shard else contextlib.nullcontext():
             for _ in interrupted(call, step):
                 assert is_well()
 
 
-def test_a_first_read_in_a_hook_of_atexit_works(files, tmp_path):
+def test_a_first_read_in_a_hook_of_atexit_works(url, tmp_path):
     code = (
         "import atexit, sys, shardcache\n"
         "cache = shardcache.Cache(sys.argv[1], min_free=0)\n"
         "atexit.register(lambda: print(len(cache.open(sys.argv[2]).read())))\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "cache"), f"{files.url}/a.tar"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ended.stdout, ended.stderr) == (f"{len(DATA)}\n", "")
+    ended = run_process(tmp_path / "cache", url, python=[sys.executable, "-c", code])
+    assert ended == (0, f"{len(DATA)}\n", "")
 
 
 @pytest.mark.parametrize("max_size", [None, 1000], ids=["download", "past"])
@@ -259,10 +261,9 @@ def test_a_server_that_ends_each_answer_early_gets_few_requests(make_cache, serv
     assert len(server.heads) <= 4
 
 
-def test_a_long_shard_is_read_once(make_cache, files, monkeypatch):
+def test_a_long_shard_is_read_once(make_cache, url, monkeypatch):
     """The kernel reads at most 2 GiB in one call."""
-    cache, url, pread, preadv = make_cache(), f"{files.url}/a.tar", os.pread, os.preadv
-    starts: list[int] = []
+    cache, pread, preadv, starts = make_cache(), os.pread, os.preadv, list[int]()
     read(cache, url)
     monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 1_000_000), at))
     monkeypatch.setattr(os, "preadv", lambda *args: starts.append(args[2]) or preadv(*args))

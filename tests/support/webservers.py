@@ -116,6 +116,18 @@ def part_of(data: bytes, head: str, **headers: object) -> tuple[bytes, bytes]:
     return answer(status, **{"Connection": None, "Content_Length": len(data), **headers}), data
 
 
+def store_of(data: bytes, listing: bytes = b"") -> Callable[[str], bytes]:
+    """Return a function that responds as an S3 store with the same object under every key."""
+
+    def respond(head: str) -> bytes:
+        if "list-type=2" in head:
+            return answer("200 OK", listing, Connection=None)
+        stated, body = part_of(data, head)
+        return stated if head.startswith("HEAD") else stated + body
+
+    return respond
+
+
 class Files(Scripted):
     """A server of ``files``, which honours ranges."""
 

@@ -1,34 +1,25 @@
 """The lock of a key is one lock for all options of a cache."""
 
 import threading
-from typing import Any
 
 import pytest
 
 from tests.support import caches
-from tests.support.storetools import BLOCK, wait_until
+from tests.support.storetools import BLOCK, damage, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
 BIG = make_tar(1, 400, 3500)
-RAM = {"dir": "ram", "min_free": 0}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tiers": {"tiers": [RAM]},
-    "isolation": {"isolation": "job"},
-    "leases": {"locks": "lease"},
-    "tiers, isolation": {"tiers": [RAM], "isolation": "job"},
-    "tiers, leases": {"tiers": [RAM], "locks": "lease"},
-}
+CROSSED = ["plain", "tiers", "isolation", "locks", "tiers isolation", "tiers locks"]
 
 
-@pytest.fixture(params=OPTIONS)
+@pytest.fixture(params=CROSSED)
 def make(request, make_cache, tmp_path, monkeypatch):
-    options = dict(OPTIONS[request.param])
-    if "tiers" in options:
-        options["tiers"] = [{**RAM, "dir": tmp_path / "ram"}]
     monkeypatch.setenv("SHARDCACHE_JOB", "j7")
-    return lambda **more: make_cache(**options, **more)
+    tiers = [{"dir": tmp_path / "ram", "min_free": 0}]
+    options = {"tiers": tiers, "isolation": "job", "locks": "lease"}
+    given = {name: value for name, value in options.items() if name in request.param}
+    return lambda: make_cache(**given)
 
 
 @pytest.mark.locks_work
@@ -36,10 +27,7 @@ def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(make, origin, 
     origin.objects[URL], origin.states_checksums = BIG, False
     cache, other = make(), make()
     assert caches.read(cache, URL) == BIG
-    damaged = cache.entry(URL).data
-    damaged.chmod(0o600)
-    with damaged.open("r+b") as file:
-        file.write(b"damage")
+    damage(cache.entry(URL).data)
     origin.objects[URL] = make_tar(2, 400, 3500)
     more, requests = origin.hold(BLOCK + 5), len(origin.requests)
     refresh = threading.Thread(target=other.prewarm, args=([URL],), kwargs={"refresh": True})

@@ -4,7 +4,6 @@ import ctypes
 import os
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,18 +12,8 @@ from shardcache.cache import Cache
 from shardcache.files import IDLE_GRACE
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease, remove_locks
-from shardcache.store.digest import BLOCK, block_digest
 from tests.support.disktools import needs_root
-from tests.support.storetools import (
-    Parent,
-    age,
-    begin,
-    fill,
-    forked,
-    layout_of,
-    metadata_for,
-    wait_until,
-)
+from tests.support.storetools import Parent, age, forked, layout_of, wait_until
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -107,28 +96,3 @@ def test_two_nodes_download_a_shard_once(s3, bucket, proxy, s3_environment, tmp_
         assert [first.hear(), second.hear()] == [["shardcache"]] * 2
     assert proxy.fetches() == {f"{bucket}/{name}": 1 for name in shards}
     assert not [p for p in (tmp_path / "cache/v1/locks").rglob("*") if p.is_file()]
-
-
-def test_a_reader_does_not_follow_the_download_of_another_node(make_cache, origin):
-    """An NFS server may have a part of the journal before the bytes that it describes."""
-    url, data = "s3://lab/a.tar", make_tar(1, members=8, size=700_000)
-    origin.objects[url] = data
-    node, other = (make_cache(locks="lease") for _ in range(2))
-    shard = node.parse(url)
-    directories, store = node.process.prepare(), node.process.home.store
-    lock = directories.key_lock(shard.key)
-    assert lock.try_acquire(directories.holder())
-    metadata = metadata_for(url, data, etag=origin.info(shard).etag)
-    partial = begin(store.layout, metadata._replace(info=origin.info(shard)))
-    lock.update(directories.holder()._replace(partial=partial.path.name))
-    os.ftruncate(partial.fd, len(data))
-    for index in range(len(data) // BLOCK):  # the bytes are still zeros
-        partial.record(index, block_digest(data[index * BLOCK : (index + 1) * BLOCK]), BLOCK)
-    with ThreadPoolExecutor() as pool:
-        reading = pool.submit(lambda: other.open(url).read())
-        time.sleep(0.5)
-        fill(partial, data)
-        store.publish(partial, metadata._replace(info=origin.info(shard)), [])
-        partial.close()
-        directories.release(lock)
-        assert reading.result() == data

@@ -9,7 +9,7 @@ from shardcache import expand
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError, TransferError
 from shardcache.origins.listing import Listing
 from tests.support.tars import make_tar
-from tests.support.webservers import answer
+from tests.support.webservers import answer, listing
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_question_mark_in_an_s3_key_is_no_query(make_cache, origin, pattern):
     assert list(map(str, cache.select(pattern))) == urls[:2]
 
 
-def test_a_pattern_of_one_directory_is_listed_without_cache_local(make_cache, tmp_path):
+def test_without_cache_local_one_directory_is_listed_but_no_disk(make_cache, tmp_path, monkeypatch):
     paths = [f"{tmp_path}/{name}.tar" for name in "ab"]
     for path in paths:
         Path(path).write_bytes(make_tar(1))
@@ -116,14 +116,11 @@ def test_a_pattern_of_one_directory_is_listed_without_cache_local(make_cache, tm
     assert expand([f"{tmp_path}/*.tar"], cache) == paths
     with pytest.raises(ConfigError, match="cache_local = true"):
         cache.prewarm(f"{tmp_path}/*.tar")
-
-
-@pytest.mark.parametrize("spec", ["/", "file:///", "/proc/**.tar"])
-def test_a_disk_is_not_listed_without_cache_local(make_cache, spec, monkeypatch):
     listed = "shardcache.origins.filesystem.FsspecOrigin.list_page"
     monkeypatch.setattr(listed, lambda *a, **k: pytest.fail())
-    with pytest.raises(ConfigError, match="cache_local = true"):
-        expand([spec], make_cache())
+    for spec in ("/", "file:///", "/proc/**.tar"):
+        with pytest.raises(ConfigError, match="cache_local = true"):
+            expand([spec], cache)
 
 
 @pytest.fixture
@@ -180,8 +177,7 @@ def test_a_failing_server_receives_one_request_for_all_sizes(make_cache, serve):
 
 
 def page(name, more=""):
-    found = f"<Contents><Key>p/{name}.tar</Key><Size>9</Size></Contents>"
-    return f"<ListBucketResult>{found}{more}</ListBucketResult>".encode()
+    return listing(f"p/{name}.tar", more=more)
 
 
 def more(token):

@@ -141,9 +141,6 @@ SESSION = (
     b"</SecretAccessKey><AccessKeyId>SESSION</AccessKeyId><Expiration>2199-01-01T00:00:00Z"
     b"</Expiration></Credentials></CreateSessionResult>"
 )
-LISTED = (
-    b"<ListBucketResult><Contents><Key>d/k.tar</Key><Size>1</Size></Contents></ListBucketResult>"
-)
 
 
 @pytest.fixture
@@ -155,7 +152,7 @@ def store(serve, monkeypatch):
         return resolve("127.0.0.1" if str(host).endswith("localhost") else host, *args, **named)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    server = serve(store_of(SHARD, LISTED), most=1000)
+    server = serve(store_of(SHARD, "d/k.tar"), most=1000)
     server.refuse = lambda head: answer("200 OK", SESSION) if "?session" in head else None
     return server
 

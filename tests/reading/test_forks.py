@@ -14,29 +14,28 @@ DATA = make_tar(1, members=3, size=BLOCK)
 
 @pytest.fixture
 def reach(tmp_path, monkeypatch, context, authority):
-    """Returns a function that makes a cache, without room but for one, and the URL of a shard."""
+    """Returns a function that makes a cache and the URL of a shard. Only one kind is stored."""
     with running(Files()) as plain, running(Files(), context) as tls:
         plain.files["/a.tar"] = tls.files["/a.tar"] = DATA
         path = tmp_path / "nas" / plain.url.removeprefix("http://") / "a.tar"
         path.parent.mkdir(parents=True)
         path.write_bytes(DATA)
         monkeypatch.setenv("SSL_CERT_FILE", authority[0])
-        urls = {
-            "http": f"{plain.url}/a.tar",
-            "https": f"{tls.url}/a.tar",
-            "file": str(path),
-            "upstream": f"{plain.url}/a.tar",
-            "pipe": f"pipe:cat {path} | tail -c +1",
-            "download": f"{plain.url}/a.tar",
+        kinds = {
+            "http": (f"{plain.url}/a.tar", {}),
+            "https": (f"{tls.url}/a.tar", {}),
+            "file": (str(path), {"cache_local": True}),
+            "upstream": (f"{plain.url}/a.tar", {"upstreams": [tmp_path / "nas"]}),
+            "pipe": (f"pipe:cat {path} | tail -c +1", {"allow_schemes": ["pipe"]}),
+            "download": (f"{plain.url}/a.tar", {"min_free": 0}),
         }
 
         def make(kind):
-            options = {"upstreams": [tmp_path / "nas"]} if kind == "upstream" else {}
-            room = 0 if kind == "download" else "1000TB"
-            given = {"min_free": room, "cache_local": True, "attempts": 1}
+            url, options = kinds[kind]
             if kind == "download":
                 threading.Timer(0.3, plain.hold("/a.tar", 3 * BLOCK + 5).set).start()
-            return Cache(tmp_path / "cache", allow_schemes=["pipe"], **given, **options), urls[kind]
+            given = {"min_free": "1000TB", "attempts": 1, **options}
+            return Cache(tmp_path / "cache", **given), url
 
         yield make
 

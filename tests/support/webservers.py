@@ -116,12 +116,18 @@ def part_of(data: bytes, head: str, **headers: object) -> tuple[bytes, bytes]:
     return answer(status, **{"Connection": None, "Content_Length": len(data), **headers}), data
 
 
-def store_of(data: bytes, listing: bytes = b"") -> Callable[[str], bytes]:
-    """Return a function that responds as an S3 store with the same object under every key."""
+def listing(*keys: str, size: int = 1, more: str = "") -> bytes:
+    """Return a page on which S3 lists objects of this size."""
+    found = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key in keys)
+    return f"<ListBucketResult>{found}{more}</ListBucketResult>".encode()
+
+
+def store_of(data: bytes, *keys: str) -> Callable[[str], bytes]:
+    """Return a function that responds as an S3 store; it has an object under every key."""
 
     def respond(head: str) -> bytes:
         if "list-type=2" in head:
-            return answer("200 OK", listing, Connection=None)
+            return answer("200 OK", listing(*keys, size=len(data)), Connection=None)
         stated, body = part_of(data, head)
         return stated if head.startswith("HEAD") else stated + body
 

@@ -123,9 +123,7 @@ def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkey
     origin.objects[URL] = origin.objects["s3://lab/b.tar"] = make_tar(1)
     with caplog.at_level(logging.WARNING, "shardcache"):
         cache = make_cache(dir=root, max_size="1MB")
-        for url in (URL, "s3://lab/b.tar"):
-            with cache.open(url) as stream:
-                assert stream.read() == make_tar(1)
+        assert read(cache, URL) == read(cache, "s3://lab/b.tar") == make_tar(1)
     [record] = caplog.records
     assert "leases" in record.getMessage() and "1h" in record.getMessage()
     assert cache.clean(everything=True).removed == ()  # too recently used

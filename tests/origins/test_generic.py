@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +23,7 @@ from shardcache import (
 from shardcache.prewarm import Stopped
 from tests.support.storetools import BLOCK, PATIENCE, no_thread
 from tests.support.tars import make_tar
-from tests.support.webservers import Files, running
+from tests.support.webservers import Files, Scripted, running
 
 SHARD = make_tar(4, members=3, size=BLOCK)
 
@@ -220,15 +221,27 @@ def test_a_file_that_becomes_shorter_is_another_version(hooked_cache, set_hook):
     assert hooked_cache(connections=1, part_size=BLOCK).fetch(URL).data.read_bytes() == newer
 
 
-def test_a_blocked_read_of_a_filesystem_can_be_aborted(hooked_cache, set_hook):
-    reading, released = threading.Event(), threading.Event()
+@pytest.mark.parametrize("source", ["filesystem", "TLS"])
+def test_a_blocked_read_can_be_aborted(
+    hooked_cache, set_hook, context, authority, monkeypatch, source
+):
+    reading, released, stop = threading.Event(), threading.Event(), threading.Event()
     set_hook(lambda name: name == "read" and (reading.set(), released.wait()))
-    stop, cache = threading.Event(), hooked_cache(timeout=8 * PATIENCE)
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(cache.prewarm, [URL], stop=stop)
+
+    def stalled(head):
+        yield b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
+        reading.set()
+        released.wait()
+
+    monkeypatch.setenv("SSL_CERT_FILE", authority[0])
+    cache = hooked_cache(timeout=8 * PATIENCE)
+    with running(Scripted(stalled), context) as server, ThreadPoolExecutor() as pool:
+        url = URL if source == "filesystem" else f"{server.url}/a"
+        prewarm = pool.submit(cache.prewarm, [url], stop=stop)
         assert reading.wait(PATIENCE)
+        time.sleep(0.2)  # until the read blocks
         stop.set()
-        assert running.result(PATIENCE).stopped is Stopped.REQUESTED
+        assert prewarm.result(PATIENCE).stopped is Stopped.REQUESTED
         no_thread("-prewarm")
     released.set()
 

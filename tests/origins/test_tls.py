@@ -1,4 +1,4 @@
-"""TLS: certificates, proxies and aborted reads."""
+"""TLS: certificates, proxies and long reads."""
 
 import random
 import ssl
@@ -15,9 +15,8 @@ import pytest
 from shardcache import ConfigError, threads
 from shardcache.origins import connection
 from shardcache.origins.http import WebOrigin
-from shardcache.prewarm import Stopped
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE, no_thread, wait_until
+from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 from tests.support.webservers import Connection, Files, Scripted, answer, running
 
@@ -90,21 +89,6 @@ def test_tls_requests_share_one_tunnel_through_a_proxy(make_cache, context, auth
             assert cache.open(f"https://127.0.0.1:9/{name}.tar").read() == SHARD
     firsts = [head.split(" HTTP")[0] for head in proxy.heads]
     assert firsts == ["CONNECT 127.0.0.1:9", "GET /a.tar", "GET /b.tar", "GET /c.tar"]
-
-
-def test_a_blocked_read_of_tls_can_be_aborted(make_cache, context, authority, monkeypatch):
-    half = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
-    server = Scripted(lambda head: half, most=2)
-    monkeypatch.setenv("SSL_CERT_FILE", authority[0])
-    url, stop = f"{server.url.replace('http:', 'https:')}/a", threading.Event()
-    cache = make_cache(timeout=8 * PATIENCE)
-    with running(server, context), ThreadPoolExecutor() as pool:
-        prewarm = pool.submit(cache.prewarm, [url], stop=stop)
-        wait_until(lambda: server.heads)
-        time.sleep(0.2)  # until the read blocks
-        stop.set()
-        assert prewarm.result(PATIENCE).stopped is Stopped.REQUESTED
-        no_thread("-prewarm")
 
 
 @pytest.mark.parametrize("tls", [False, True])

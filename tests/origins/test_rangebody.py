@@ -92,6 +92,9 @@ def test_no_proxy_takes_hosts_and_ports(serve, make_cache, monkeypatch, host, ex
     assert cache.open(f"http://{host}:{port}/a.tar").read() == SHARD
     assert (bool(server.heads), bool(proxy.heads)) == (direct, not direct)
     assert len(found) < len(server.heads + proxy.heads)  # not for each request
+    monkeypatch.delenv("http_proxy")
+    assert make_cache().open(f"http://{host}:{port}/b.tar").read() == SHARD
+    assert "/b.tar" in server.heads[-1]
 
 
 @pytest.mark.parametrize("url", ["http://store.test/a.tar", "https://store.test/a.tar", "s3://b/a"])

@@ -164,17 +164,6 @@ def test_a_child_forked_during_a_download_holds_no_lock(make_cache, origin):
     assert URL in cache
 
 
-def test_the_defaults_of_a_cache(tmp_path, caplog, monkeypatch):
-    for name in ("SHARDCACHE_DIR", "SHARDCACHE_MIN_FREE"):
-        monkeypatch.delenv(name)
-    caplog.set_level("INFO", "shardcache")
-    config = Cache().config
-    assert config.dir == tmp_path / "user" / "shardcache"
-    assert (config.max_size, str(config.min_free)) == (None, "10%")
-    (message,) = caplog.messages
-    assert f"caching in {config.dir}" in message
-
-
 def test_a_cache_refuses_sockets_that_ignore_timeouts_of_the_kernel(tmp_path, monkeypatch):
     """The sockets of gevent and eventlet do not inherit from those of the interpreter."""
     monkeypatch.setattr(socket, "socket", type("GreenSocket", (), {}))

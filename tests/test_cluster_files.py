@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,24 +28,19 @@ def text_of(name, program=PROGRAM, directory=DIRECTORY):
 
 @pytest.fixture
 def spy(tmp_path):
-    """A program that records its directory and arguments."""
-    program = tmp_path / "shardcache"
-    program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        f"open({str(tmp_path / 'notes')!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
-        "sys.exit(int(os.environ.get('CODE', 0)))\n"
-    )
-    program.chmod(0o755)
-    return program
+    """A program that records its arguments."""
+    note = 'printf "%q " "$@"; echo'
+    return script(tmp_path / "shardcache", f"{{ {note}; }} >> {tmp_path}/notes\nexit ${{CODE:-0}}")
 
 
 def script(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
+    return path
 
 
 def called(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    return [shlex.split(line) for line in (tmp_path / "notes").read_text().splitlines()]
 
 
 def checked(*command):

@@ -109,7 +109,11 @@ def test_the_first_source_wins(home):
     assert (config.max_size, config.attempts, config.connections) == (None, 2, 32)
 
 
-def test_the_default_directory(monkeypatch):
+def test_the_default_directory(monkeypatch, caplog):
+    caplog.set_level("INFO", "shardcache")
+    monkeypatch.delenv("SHARDCACHE_DIR")
+    directory = Cache().dir
+    assert f"caching in {directory}; set SHARDCACHE_DIR" in caplog.text
     monkeypatch.setenv("HOME", "/home/me")
     for caches, parent in ("/scratch/me", "/scratch/me"), ("relative", "/home/me/.cache"):
         config, sources = load({"dir": None}, {"XDG_CACHE_HOME": caches}, [])

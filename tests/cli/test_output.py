@@ -1,13 +1,11 @@
 """Console output: escaping, colour and progress."""
 
-import io
 import sys
 import threading
 
 import pytest
-import rich.console
 
-from shardcache.cli.output import Console, Fitted, Position, display
+from shardcache.cli.output import Console, Position, display
 from tests.support.storetools import PATIENCE
 
 
@@ -64,29 +62,3 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch,
     with display(Console(**options), positions):
         assert called.wait(0.3 if options else PATIENCE) is not bool(options)
     assert capsys.readouterr().err[:13] == ("" if options else "1/4 shards 0%")
-
-
-@pytest.mark.parametrize("width", [41, 40])
-def test_a_narrow_terminal_cuts_no_figure(width):
-    terminal = rich.console.Console(file=io.StringIO(), width=width)
-    terminal.print(
-        Fitted(
-            ["RANK", "OPENS", "HIT RATE", "STREAMED", "FETCHED"],
-            [["all", "0.0/s", "-", "0 B/s", "5.1 MB/s"]],
-        )
-    )
-    shown = terminal.file.getvalue()
-    assert ("5.1 MB/s" in shown) == ("FETCH" in shown) == (width == 41)
-
-
-def test_a_table_fits_or_has_tabs(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    rows = [("s3://bucket/folder/train-0000.tar", "5.1 MB", "ok")]
-    for width, line in (
-        (50, "s3://bucket/folder/train-0000.tar  5.1 MB  ok"),
-        (40, "s3://buck…/train-0000.tar  5.1 MB  ok"),
-        (20, "s3://bucket/folder/train-0000.tar\t5.1 MB\tok"),
-    ):
-        monkeypatch.setenv("COLUMNS", str(width))
-        Console().table(("SHARD", "SIZE", "STATE"), rows)
-        assert capsys.readouterr().out.splitlines()[1] == line

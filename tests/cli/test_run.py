@@ -213,12 +213,6 @@ def test_the_program_gets_its_words_and_an_explanation(words, code, out, message
     assert done[:2] == (code, out) and message in done[2], done
 
 
-def test_a_program_runs_although_the_directory_cannot_be_a_cache(run, tmp_path):
-    (tmp_path / "notes.txt").touch()
-    code, _, err = run("--dir", tmp_path, "run", "--", "sh", "-c", "exit 3")
-    assert code == 3 and "has other files in it" in err and "streams" in err
-
-
 @pytest.mark.parametrize(("program", "code"), [("nosuchprogram", 127), ("/etc/passwd", 126)])
 def test_a_program_that_cannot_be_started_has_the_code_of_shells(run, program, code):
     ended, out, err = run("run", "--", program)

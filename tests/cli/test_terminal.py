@@ -57,7 +57,7 @@ def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, p
             screen.read(until=rf"{folder[:15]}\S*/train-0000\.tar ")
 
 
-@pytest.mark.parametrize("columns", [60, 30])
+@pytest.mark.parametrize("columns", [100, 60, 30])
 def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, columns):
     with Screen("ls", environment={"NO_COLOR": "1"}, columns=columns) as screen:
         head, *rows, _ = screen.read().splitlines()
@@ -65,7 +65,7 @@ def test_a_narrow_terminal_shortens_names_but_no_figures(run, warm, columns):
     for url, row in zip(warm, rows, strict=True):
         figures = r"[\d.]+ KB\s+\w.+\w\s+[\d-]+ [\d:]+\s+ok"
         name = rf"s3:\S*…\S*{url[-6:]}" if columns == 60 else url
-        assert re.fullmatch(rf"{name}\s+{figures}", row)
+        assert re.fullmatch(rf"{name}\s+{figures}", row) and ("\t" in row) == (columns == 30)
     assert columns < 60 or max(map(len, [head, *rows])) <= columns
 
 

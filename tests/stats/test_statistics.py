@@ -1,8 +1,6 @@
 """Statistics equal the events; tests/test_processes.py compares them with the server's."""
 
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -16,27 +14,6 @@ from tests.support.fakes import Fault
 from tests.support.shop import Shop
 from tests.support.storetools import BLOCK, forked, no_thread, room, wait_until
 from tests.support.tars import make_tar
-
-
-def test_a_process_that_ends_without_closing_loses_no_count(tmp_path):
-    shop = Shop(tmp_path, count=4)
-    program = f"""
-import shardcache, multiprocessing.util
-cache = shardcache.Cache({str(shop.path)!r}, cache_local=True, min_free=0)
-def read():
-    for url in {shop.urls!r}:
-        cache.open(url).read()
-if __name__ == "__main__":
-    read()
-    one = multiprocessing.get_context("fork").Process(target=read)
-    one.start()
-    one.join()
-    for _ in range(3):
-        read()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-    with Cache(shop.path) as cache:
-        assert (cache.stats().opens, cache.stats().misses) == (20, 4)
 
 
 def test_a_forked_child_writes_no_count_of_its_parent(tmp_path):

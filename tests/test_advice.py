@@ -14,7 +14,6 @@ COMMANDS = [
     ("prewarm PIPE", r"SHARDCACHE_ALLOW_SCHEMES=\w+", "@ prewarm PIPE"),
     ("prewarm FILE", r"SHARDCACHE_CACHE_LOCAL=1", "@ prewarm FILE"),
     ("run --env -o max_size=800", r"(?<=Write )\w+", "run --env -o max_size=@"),
-    ("prewarm URL --max-size 800", r"(?<=Write )\w+", "prewarm URL --max-size @"),
     ("prewarm URL --limit-rate 1000", r"(?<=Write )\w+", "prewarm URL --limit-rate @"),
     ("prewarm URL --deadline 90", r"90m", "prewarm URL --deadline @"),
     ("pin URL --for 3", r"3s", "pin URL --for @"),
@@ -40,9 +39,7 @@ PYTHON = [
     ("FILE", "", r"cache_local", "@=True"),
     ("URL", "", r"storage_options={.*?}", "@"),
     ("URL", "", r"SHARDCACHE_STORAGE_OPTIONS='(.*?)'", "storage_options=@"),
-    ("URL", "max_size='800'", r"(?<=Write )\w+", "max_size='@'"),
     ("URL", "max_sice='1GB'", r"(?<=Did you mean )\w+", "@='1GB'"),
-    ("URL", "max_age='14'", r"14d", "max_age='@'"),
 ]
 
 

@@ -75,22 +75,6 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
     assert {str(truncated.data), str(scribbled.data), str(gone.data)}.issubset(paths)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("ls", "ls --partial", "rm -y x.tar", "stats", "top --count 1", "report -o r", "verify"),
-        *("clean -q", "unpin x.tar"),
-    ],
-)
-def test_a_directory_that_is_no_cache_is_an_error(run, tmp_path, line):
-    for problem in ("", " (it has no manifest"):
-        if problem:
-            (tmp_path / "cache" / "v1").mkdir(0o700, parents=True)  # the manifest comes last
-        code, out, err = run(*line.split())
-        expected = f"{tmp_path}/cache is not a shardcache directory{problem}"
-        assert (code, out) == (2, "") and expected in err
-
-
 def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     limit = f"{room(tmp_path, *map(len, data.values())) - 1}B"
     _, named, first, second = run("clean", "-n", "--max-size", limit)[1].splitlines()

@@ -49,6 +49,12 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
             inner.make_context(name, rest, parent=outer).close()
 
 
+NEED_A_CACHE = (
+    *("ls", "ls --partial", "rm -y x.tar", "stats", "top --count 1", "report -o r", "verify"),
+    *("clean -q", "unpin x.tar"),
+)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -61,7 +67,11 @@ def test_every_command_has_help_with_examples_that_parse(run, command, tmp_path,
         ("pin '~/a.tar'", "~/a.tar: no shell has expanded the ~."),
         ("top --interval \x1b[2J", "--interval"),
         ("--config folder ls", "folder"),
-        ("--dir folder ls", "is not a shardcache directory"),
+        *(
+            (f"--dir {name} {line}", f"{name} is not a shardcache directory{reason}")
+            for name, reason in (("absent", ""), ("half", " (it has no manifest"))
+            for line in NEED_A_CACHE
+        ),
         ("--dir folder/file pin s3://b/a.tar", "is not a directory. Point dir"),
         ("--dir folder prewarm s3://b/a -n", "other files in it (file). Give the cache a"),
         ("clean --all --max-size 1B", "--all"),
@@ -103,6 +113,7 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
 ):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("# precious")
+    (tmp_path / "half" / "v1").mkdir(0o700, parents=True)  # the manifest comes last
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     before = tree(tmp_path / "folder")

@@ -122,14 +122,6 @@ def test_check_sends_no_request_and_names_missing_shards(run, warm, spec, bucket
     assert more == "  failed  9 more for the same reason; -v lists them"
 
 
-def test_bad_credentials_are_reported_once(run, spec, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    code, _, err = run("prewarm", spec)
-    assert (code, err.count("AWS_SECRET_ACCESS_KEY")) == (3, 1) and "Traceback" not in err
-    assert re.search("[23] more for the same reason", err)
-    assert run("prewarm", spec, "-v")[2].count("  failed  ") in (3, 4)
-
-
 def test_a_list_file_takes_the_same_specs(run, bucket, data, s3_environment, tmp_path):
     specs = [f"s3://{bucket}/train-{{0000..0001}}.tar", f"s3://{bucket}/*-0002.tar"]
     lines = "# a remark\r\n\r\n  " + "\r\n".join(specs)

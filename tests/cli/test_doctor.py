@@ -47,6 +47,7 @@ def test_doctor_changes_nothing(run, ask, tmp_path):
     code, rows = ask()
     assert code == 0 and of(rows, "owner")["found"] == "writable, mode 700"
     assert ", locks by flock" in of(rows, "filesystem", "ok")["found"]
+    assert "tmpreaper" not in str(ask("--dir", "/opt/shards")[1])  # it empties /tmp
     assert tree(tmp_path) == before
 
 

@@ -67,6 +67,7 @@ NEED_A_CACHE = (
         ("pin '~/a.tar'", "~/a.tar: no shell has expanded the ~."),
         ("top --interval \x1b[2J", "--interval"),
         ("--config folder ls", "folder"),
+        ("--dir folder ls", "folder is not a shardcache directory, and it has other files in it"),
         *(
             (f"--dir {name} {line}", f"{name} is not a shardcache directory{reason}")
             for name, reason in (("absent", ""), ("half", " (it has no manifest"))
@@ -124,7 +125,7 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
 
 
-#: Command line -> exit code, and begin of the message. Other tests expect the codes 0, 2, 3 and 4.
+#: Command line -> exit code, and start of the message. Other tests expect the codes 0, 2, 3 and 4.
 ENDS = {
     "prewarm s3://{}/nothing-*.tar": (ExitCode.FAILED, "s3://"),
     "path --fetch s3://{}/train-0000.tar": (ExitCode.FULL, "s3://"),

@@ -9,9 +9,6 @@ from shardcache import Cache
 from tests.stress.fuse import mounted
 from tests.stress.harness import Origin
 
-#: Bytes per second and connection; slow downloads last long enough for others to join.
-SLOW, FAST = 400_000, 1e9
-
 
 class Far(Origin):
     """Shards by number; the first has several blocks."""

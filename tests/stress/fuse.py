@@ -51,7 +51,6 @@ _INIT, _NO_ANSWER, _ROOT = 26, (2, 36, 42), 1  # forget, interrupt, forget many
 _MAX_WRITE = 1 << 20
 #: The accepted features: parallel reads, large writes, flock.
 _FLAGS = 1 | 1 << 5 | 1 << 10 | 1 << 18 | 1 << 22
-_EXTENDED, _DIRECT_IO_MMAP = 1 << 30, 1 << 4
 _MODE, _UID, _GID, _SIZE, _ATIME, _MTIME = (1 << n for n in range(6))
 _LOCKS = {fcntl.F_RDLCK: fcntl.LOCK_SH, fcntl.F_WRLCK: fcntl.LOCK_EX, fcntl.F_UNLCK: fcntl.LOCK_UN}
 
@@ -76,7 +75,7 @@ class Shim:
     def __init__(self, root: Path, backing: Path, process: Child) -> None:
         self.root, self.backing, self._process = root, backing, process
 
-    def set(self, **settings: float) -> None:
+    def set(self, **settings: Any) -> None:
         """Change how the mount behaves.
 
         Args:
@@ -92,7 +91,7 @@ class Shim:
 
     def heal(self) -> None:
         """Drop all rules."""
-        self._process.ask("heal")
+        self.set(rules=[])
 
     def struck(self, rule: int) -> int:
         """Return how many requests a rule has hit."""
@@ -178,9 +177,7 @@ class _Files:
         self._listings: dict[int, list[bytes]] = {}
 
     def obey(self, order: Any) -> None:
-        if order == "heal":
-            self.rules.clear()
-        elif isinstance(order, Rule):
+        if isinstance(order, Rule):
             self.rules.append(order)
         else:
             vars(self).update(order)
@@ -209,11 +206,9 @@ class _Files:
         return True
 
     def _agreed(self, body: bytes) -> bytes:
-        major, minor, readahead, offered, flags2 = struct.unpack_from("<5I", body)
-        extra = flags2 & _DIRECT_IO_MMAP if offered & _EXTENDED else 0
-        flags = offered & (_FLAGS | _EXTENDED)
-        first = (major, min(minor, 38), readahead, flags, 16, 12, _MAX_WRITE, 1, 256, 0)
-        return struct.pack("<4I2H2I2HIH26x", *first, extra, 0)
+        major, minor, readahead, offered = struct.unpack_from("<4I", body)
+        limits = (readahead, offered & _FLAGS, 16, 12, _MAX_WRITE, 1, 256)
+        return struct.pack("<4I2H2IH34x", major, min(minor, 38), *limits)
 
     def _carry_out(self, op: str, layout: str, node: int, pid: int, body: bytes) -> bytes:
         given = struct.unpack_from(f"<{layout}", body)

@@ -3,13 +3,10 @@
 the caches of four nodes --- nginx as in docs/clusters.md, or a NAS --- origin
 """
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 from contextlib import ExitStack
@@ -27,7 +24,8 @@ pytestmark = pytest.mark.timeout(600)
 NODES = 4
 SHARDS = {f"train-{n}.tar": make_tar(n, members=24, size=250_000) for n in range(8)}
 NGINX = """
-daemon off; error_log HOME/errors; pid HOME/pid; events { worker_connections 4096; }
+daemon off; master_process off;
+error_log HOME/errors; pid HOME/pid; events { worker_connections 4096; }
 http {
     access_log off; proxy_temp_path HOME/1; client_body_temp_path HOME/2;
     %s
@@ -86,7 +84,7 @@ def nodes(s3, bucket, s3_environment, proxy, tmp_path):
 
 @pytest.fixture
 def nginx(s3, bucket, s3_environment, proxy, tmp_path):
-    """Run nginx; returns its URL, and a function that kills it."""
+    """Run nginx in one process; returns its URL, and a function that kills it."""
     if not shutil.which("nginx"):
         pytest.skip("needs the program nginx")
     resource = f"arn:aws:s3:::{bucket}/*"
@@ -105,19 +103,12 @@ def nginx(s3, bucket, s3_environment, proxy, tmp_path):
         http = http.replace(name, value)
     (home := tmp_path / "nginx").mkdir()
     (home / "nginx.conf").write_text((NGINX % http).replace("HOME", str(home)))
-    command = ["nginx", "-c", home / "nginx.conf", "-g", "user root;" if not os.geteuid() else ""]
-    process = subprocess.Popen(command, start_new_session=True)
-
-    def kill():
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-    try:
-        wait_until((home / "pid").exists)
-        yield f"http://127.0.0.1:{port}", kill
-    finally:
-        kill()
+    with subprocess.Popen(["nginx", "-c", home / "nginx.conf"]) as process:
+        try:
+            wait_until((home / "pid").exists)
+            yield f"http://127.0.0.1:{port}", process.kill
+        finally:
+            process.kill()
 
 
 def one_each(warnings, upstream):

@@ -20,11 +20,16 @@ for name in "makedirs", "mkdir", "pipe", "rm", "touch":
     )
 
 
+#: Tests that run over fewer targets.
+FEWER = {
+    "test_get_glob_edge_cases": ["memory"],  # the target itself matches patterns, and there are 32
+    "test_open_exclusive": ["memory", "file"],  # s3fs refuses it when the file is closed
+}
+
+
 class TestThroughTheCache(AbstractGetTests, AbstractOpenTests, AbstractFixtures):
     def pytest_generate_tests(self, metafunc):
-        # The target itself matches patterns, of which fsspec tests 32.
-        has_patterns = metafunc.function.__name__ == "test_get_glob_edge_cases"
-        targets = ["memory"] if has_patterns else ["memory", "file", "s3"]
+        targets = FEWER.get(metafunc.function.__name__, ["memory", "file", "s3"])
         metafunc.parametrize("target", targets, indirect=True)
 
     @pytest.fixture
@@ -46,11 +51,6 @@ class TestThroughTheCache(AbstractGetTests, AbstractOpenTests, AbstractFixtures)
     @pytest.fixture
     def supports_empty_directories(self, target):
         return target != "s3"
-
-    def test_open_exclusive(self, fs, fs_target, target, request):
-        if target == "s3":
-            request.applymarker(pytest.mark.xfail(reason="s3fs refuses it when the file is closed"))
-        super().test_open_exclusive(fs, fs_target)
 
     @pytest.fixture
     def local_path(self, tmp_path):

@@ -169,6 +169,14 @@ class Shared(Origin):
                 os._exit(status)
         return pid
 
+    def end_stuck(self, promise: str, pid: int) -> None:
+        """Record that a child hangs, let faulthandler print its stack, and kill it."""
+        self.wrong(promise, f"process {pid} is stuck; stderr has its stack")
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
     def violations(self) -> list[str]:
         return self.wrongs.read_text().split("\0")[:-1]
 
@@ -191,14 +199,6 @@ def swept(root: Path, cache: Cache, **options: Any) -> list[Path]:
         cache.clean(**(options or {"orphans": True}))
     left = [path for kind in ("partial", "sessions") for path in root.glob(f"v1/**/{kind}/*")]
     return left + [path for path in below(root) if path.name.startswith(".")]
-
-
-def end_stuck(pid: int) -> None:
-    """Let faulthandler print the stack of a child, and kill the child."""
-    os.kill(pid, signal.SIGUSR1)
-    time.sleep(1.0)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 def check(run: Callable[[Path, int, float], Result], directory: Path) -> None:

@@ -37,7 +37,7 @@ import webdataset  # noqa: F401 - torch aborts a worker whose signal handler rai
 
 from shardcache import Cache, errors
 from tests.stress.brokenflock import broken_environment
-from tests.stress.harness import MIB, MINUTES, Result, Shared, below, check, end_stuck, swept
+from tests.stress.harness import MIB, MINUTES, Result, Shared, below, check, swept
 from tests.support.disktools import disk
 
 #: Processes that use the cache at any time.
@@ -250,7 +250,7 @@ class Boss:
             self._spawn(slot)
         for name, mean in _FAULTS.items():
             if name != "fill" or self.own_disk:
-                self._every(mean, getattr(self, f"_{name}"))
+                self._every(mean, name)
         while time.monotonic() < end and not storm.wrongs.stat().st_size:
             self._tick()
         self._due = sched.scheduler()
@@ -263,8 +263,7 @@ class Boss:
         while self.slots and time.monotonic() < end:
             self._tick()
         for pid in self.slots:
-            storm.wrong("bounded wait", f"process {pid} is stuck: its stack is above")
-            end_stuck(pid)
+            storm.end_stuck("bounded wait", pid)
 
     def _tick(self) -> None:
         time.sleep(_TICK)
@@ -280,10 +279,11 @@ class Boss:
                 self._due.enter(0.15, 0, self._spawn, (slot,))
         self._due.run(blocking=False)
 
-    def _every(self, mean: float, action: Callable[[], None]) -> None:
+    def _every(self, mean: float, name: str) -> None:
         def act() -> None:
-            action()
-            self._every(mean, action)
+            getattr(self, f"_{name}")()
+            self.done[name] += 1
+            self._every(mean, name)
 
         self._due.enter(self.draw.expovariate(1 / mean), 0, act)
 
@@ -300,7 +300,6 @@ class Boss:
             pid = self.draw.choice(running)
             (number,) = self.draw.choices(_SIGNALS, (6, 1, 1))
             self._sent[pid] |= {-number, _TERMINATED}
-            self.done["kills and terminations"] += 1
             os.kill(pid, number)
 
     def _stop(self) -> None:
@@ -310,7 +309,6 @@ class Boss:
             return
         pid = self.draw.choice(running)
         self.stopped.add(pid)
-        self.done["stops"] += 1
         os.kill(pid, signal.SIGSTOP)
         seconds = self.draw.choice((self.draw.uniform(0.05, STALE_AFTER), STALE_AFTER + 2.0))
         self._due.enter(seconds, 0, self._continue, (pid,))
@@ -331,7 +329,6 @@ class Boss:
         if victims:
             chosen = self.draw.choice(victims)
             self._budget_unlocked |= chosen.stem == "budget"
-            self.done["lock files deleted"] += 1
             if self.draw.random() < 0.3 and chosen.parent.name != "locks":
                 shutil.rmtree(chosen.parent, ignore_errors=True)  # others may create new locks
             chosen.unlink(missing_ok=True)
@@ -343,14 +340,12 @@ class Boss:
         index = self.storm.names.index(self.draw.choice(some))
         self.storm.replaced[index] = time.monotonic()
         self.storm.versions[index] += 1
-        self.done["overwrites"] += 1
 
     def _slow(self) -> None:
         self.storm.rate.value = _SLOW
         self._due.enter(self.draw.uniform(1, 4), 0, setattr, (self.storm.rate, "value", _FAST))
 
     def _fill(self) -> None:
-        self.done["disk filled"] += 1
         size = shutil.disk_usage(self._filler.parent).free - self.draw.randrange(1 << 19)
         with open(self._filler, "wb") as file, contextlib.suppress(OSError):
             os.posix_fallocate(file.fileno(), 0, max(1, size))

@@ -51,10 +51,8 @@ def test_the_readme_trains_from_s3(fresh, s3, bucket, s3_environment, tmp_path):
     assert len(list(tmp_path.glob("cache/v1/objects/*/*/*/train-*.tar"))) == 3
 
 
-def test_the_installation_is_complete_and_imports_lightly(fresh):
+def test_the_installation_is_complete(fresh):
     run(fresh / "python", "-m", "pip", "check")
-    heavy = "print({'torch', 'botocore', 's3fs', 'rich'} & set(__import__('sys').modules))"
-    assert run(fresh / "python", "-c", f"import shardcache; {heavy}") == "set()\n"
     run(fresh / "python", "-c", "import fsspec; fsspec.get_filesystem_class('shardcache')")
     (site,) = fresh.parent.glob("lib/python*/site-packages")
     files = {str(path.relative_to(site)) for path in site.rglob("*")}

@@ -9,11 +9,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-HOME = Path(__file__).resolve().parents[2]
+from tests.support.trainingtools import ROOT
 
 #: A promise and a naive edit; the file, and the line before and after; the tests that must fail, as
 #: arguments of pytest.
@@ -121,10 +120,9 @@ ROWS = [[line.strip() for line in text.splitlines()] for text in MUTANTS.strip()
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_broken_promise_is_found(row, tmp_path):
     _, file, before, after, tests = row
-    for part in ("shardcache", "tests", "pyproject.toml"):
-        source = HOME / part
-        copy = shutil.copytree if source.is_dir() else shutil.copy
-        copy(source, tmp_path / part)
+    for folder in ("shardcache", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     path = tmp_path / "shardcache" / file
     text = path.read_text("utf-8")
     assert text.count(before[1:]) == 1, f"{file} has {text.count(before[1:])} times {before[1:]}"
@@ -142,7 +140,7 @@ def test_a_broken_promise_is_found(row, tmp_path):
 
 
 def test_the_table_of_promises_names_their_tests():
-    page = (HOME / "docs" / "reliability.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reliability.md").read_text("utf-8")
     table = dict(re.findall(r"^\| \d+\. (\w[\w ]*): .*?\| (.*) \|$", page, re.MULTILINE))
     assert len(table) == 12 and set(table) == {row[0].partition(":")[0] for row in ROWS}
     for name, *_, tests in ROWS:

@@ -189,14 +189,11 @@ def few_descriptors(left: int) -> Iterator[None]:
     """Limit the number of files that can be opened to ``left``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    hoard: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, hard))
+    hoard = [os.dup(0)]
+    while hoard[-1] < highest:  # fill the gaps
+        hoard.append(os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hoard[-1] + 1 + left, hard))
     try:
-        with contextlib.suppress(OSError):
-            while True:
-                hoard.append(os.dup(0))
-        for _ in range(left):
-            os.close(hoard.pop())
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -269,8 +269,7 @@ def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(shop, tm
     assert baked.data.read_bytes() == data  # the image is unchanged
 
 
-def test_the_namespace_of_a_job_that_has_ended_is_removed(tmp_path, monkeypatch):
-    shop = Shop(tmp_path, count=1)
+def test_the_namespace_of_a_job_that_has_ended_is_removed(shop, monkeypatch):
     for job in ("ended", "recent", "with a shard"):
         monkeypatch.setenv("SHARDCACHE_JOB", job)
         with shop.cache(isolation="job") as cache:

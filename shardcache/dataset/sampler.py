@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,7 @@ class ShardBatchSampler(Sampler[list[int]]):
 
         Args:
             batch: number of batches of this epoch that were trained. The default is the number that
-                was yielded, which is larger with the workers of a plain DataLoader.
+                the sampler or the DataLoader has returned. Pass it if others take batches ahead.
 
         Raises:
             ConfigError: the epoch has fewer batches.
@@ -285,9 +286,9 @@ class ShardBatchSampler(Sampler[list[int]]):
             text = "%d nodes read %d lanes, so several nodes download the same shards"
             logger.warning(text, self._nodes, lanes)
 
-    def _advance(self, epoch: int, taken: int) -> None:
-        """Record the position of an iteration. After its last batch, the epoch is over."""
-        self._taken = epoch, taken
+    def _advance(self, epoch: int, taken: int, returned: int) -> None:
+        """Record the positions of an iteration. After its last batch, the epoch is over."""
+        self._taken = epoch, returned
         if not self._batches(taken):  # Trainer does not request another one
             self._start = epoch + 1, 0
 
@@ -333,11 +334,12 @@ class _Iteration:
 
     def __next__(self) -> list[int]:
         sampler, start = self._sampler, self._taken
-        if not sampler._batches(start):
-            sampler._start = self._number + 1, 0
-            raise StopIteration
         if self._epoch is None:  # in the process that iterates
             self._epoch, self._pid = Epoch(sampler.order, self._number), 0
+            self._begun, self._returned = start, -_batches_ahead()
+        if not sampler._batches(start):
+            self._advance(start)  # a DataLoader requests one more for each that it returns
+            raise StopIteration
         if self._pid != os.getpid():  # a forked child has no thread, and locks that stay held
             self._pid, self._wanted = os.getpid(), list[int]()
             self._ahead = Prefetcher(sampler.data.cache.process)
@@ -348,10 +350,15 @@ class _Iteration:
             self._ahead.want(sampler.data.shards[n] for n in wanted)
         if not sampler._is_checked and (size := self._ahead.size):
             sampler._check_room(size)
-        self._taken = start + sampler.share
-        sampler._advance(self._number, self._taken)
+        self._advance(start + sampler.share)
         indices = (SampleIndex(number, self._number) for number in found.tolist())
         return Batch(indices, self._epoch.shards(0))
+
+    def _advance(self, taken: int) -> None:
+        self._taken = taken
+        self._returned += 1
+        returned = self._begun + max(0, self._returned) * self._sampler.share
+        self._sampler._advance(self._number, taken, min(taken, returned))
 
     def state_dict(self) -> dict[str, int | str]:
         return self._sampler._state(self._number, self._taken)
@@ -359,3 +366,12 @@ class _Iteration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._number, self._taken = self._sampler._restore(state)
         self._epoch = None
+
+
+def _batches_ahead() -> int:
+    """Return how many batches the DataLoader that iterates requests before it returns the first."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "_next_index":
+        frame = frame.f_back
+    loader = frame and frame.f_locals["self"]
+    return getattr(loader, "_num_workers", 0) * getattr(loader, "_prefetch_factor", 0)

@@ -346,6 +346,11 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         has_length = type(self) is not _resumable(self._base)  # since `attach`
         return _restored, (self._base, has_length), vars(self) | own
 
+    def append(self, f: Any) -> None:
+        """Append a stage, as `compose` and ``.map`` do. Raises ConfigError if it cannot resume."""
+        _refuse(f)
+        super().append(f)
+
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
@@ -398,8 +403,16 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
         self._load = -1 if get_worker_info() else self._record.add("load", epoch).loads
 
-    def _refuse_other(self, state: Mapping[str, Any], *names: str) -> None:
-        own = self._state(_Run(0))
+    def _loaded_by_worker(self, workers: int) -> dict[int, Any]:
+        """Return the loaded state of each worker; ConfigError if their number was another one."""
+        states = _workers_of(self._loaded)
+        for state in states:
+            if state["given"] or state["passes"] or state["entered"]:
+                self._refuse_other(state, "workers", workers=workers)
+        return {state["worker"]: state for state in states}
+
+    def _refuse_other(self, state: Mapping[str, Any], *names: str, **changes: int) -> None:
+        own = self._state(_Run(0)) | changes
         for name in names:
             before, now = state.get(name), own[name]
             if before == now:
@@ -436,9 +449,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if loader.persistent_workers:
                 loader._tracked_by_shardcache = tracked
         epochs, constant = self._record.add(), self._state(_Run(0))
-        loaded = _workers_of(self._loaded) if self._is_waiting(epochs) else []
-        known = {each["worker"]: each for each in loaded}
-        found = [known.get(worker) for worker in range(max(1, loader.num_workers))]
+        workers = loader.num_workers or 1
+        loaded = self._loaded_by_worker(workers) if self._is_waiting(epochs) else {}
+        found = [loaded.get(worker) for worker in range(workers)]
         # After a loop that was left, the position holds until another iteration begins.
         self._tracked = own = {"epoch": epochs.epoch, "workers": found, "until": None}
         is_over = bool(loaded)
@@ -467,7 +480,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
         The workers of a loader read the same epoch: that of the first which begins it.
         """
-        plan, worker, info = self._plan(), pytorch_worker_info()[2], get_worker_info()
+        plan, info = self._plan(), get_worker_info()
+        _, _, worker, workers = pytorch_worker_info()
         kind, name = ("work", f"{_loader()}-{self._turns}") if info else ("begin", token_hex(4))
         self._turns += 1
         if info and 0 <= self._load < self._record.add().loads:
@@ -477,12 +491,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             )
         own = self._loaded.get("epoch", -1) if self._load < 0 else -1
         epoch, is_continued = self._record.add(kind, own, name).begun[name]
-        run, is_continued = _Run(epoch), own == epoch if own >= 0 else is_continued
-        for state in _workers_of(self._loaded) if is_continued else ():
-            if state["given"] or state["passes"] or state["entered"]:
-                self._refuse_other(state, "workers")
-            if state["worker"] == worker:
-                run = _Run.of(state)
+        is_continued = own == epoch if own >= 0 else is_continued
+        state = self._loaded_by_worker(workers).get(worker) if is_continued else None
+        run = _Run(epoch) if state is None else _Run.of(state)
         if self._load < 0:
             self._loaded = {}
         self._run = copy.copy(run)

@@ -871,3 +871,27 @@ def test_a_handler_that_stops_the_epoch_stops_the_resumed_one(make, origin, at):
     first = keys(islice(one, at))
     two.load_state_dict(saved(one))
     assert sorted(first + keys(two)) == KEYS[:21]
+
+
+def test_track_refuses_another_number_of_workers_before_they_start(of_files):
+    one, two = of_files(), of_files()
+    for _ in islice(one.track(batches_of(one, 2)), 3):
+        state = saved(one)
+    two.load_state_dict(state)
+    for workers in (0, 1, 3):
+        text = f"^the state was saved with other workers: 2, and now {workers or 1}. Resume with"
+        with pytest.raises(ConfigError, match=text):
+            next(two.track(batches_of(two, workers)))
+    assert saved(two) == state and next(two.track(batches_of(two, 2)))
+
+
+def test_a_stage_that_cannot_resume_is_refused_when_it_is_added(make):
+    dataset = make()
+    for add in (
+        lambda: dataset.rsample(0.5),
+        lambda: dataset.compose(wds.shuffle(9, rng=random.Random(1))),
+        lambda: dataset.append(wds.filters.Cached()),
+    ):
+        with pytest.raises(ConfigError, match="cannot resume: it draws without a seed"):
+            add()
+    assert keys(dataset.shuffle(9)) != keys(dataset)

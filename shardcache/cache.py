@@ -35,7 +35,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, open_first
 from shardcache.threads import lazy, undivided
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL, find_scheme
+from shardcache.urls import ShardURL, advise_brackets, find_scheme
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -410,6 +410,7 @@ class Cache:
 
     def _not_found(self, selection: Selection, kind: str = "") -> ShardNotFoundError:
         text = f"{selection.text}: nothing{kind} in {self.dir} matches. See `shardcache ls`."
+        text += advise_brackets(selection.text)
         return ShardNotFoundError(text, url=selection.text)
 
     def clean(

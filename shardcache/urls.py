@@ -226,6 +226,12 @@ def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
     return f"If it is an object, write s3://{redact(shard.raw)}."
 
 
+def advise_brackets(text: str) -> str:
+    """Return advice for a name that nothing has: brackets are a pattern in shells, but not here."""
+    has_brackets = re.search(r"\[.+\]", text)
+    return " Brackets are no pattern: write {a,b} or {0..9}." if has_brackets else ""
+
+
 def parse_url(
     url: str,
     *,

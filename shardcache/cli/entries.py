@@ -16,7 +16,7 @@ from shardcache import units
 from shardcache.cache import Cache
 from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
-from shardcache.cli.output import Console, Row, local_time
+from shardcache.cli.output import Console, Row, local_time, reason
 from shardcache.clock import utc
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.keys import read_holder
@@ -28,7 +28,7 @@ from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_journal
 from shardcache.tiers import lock_layout
 from shardcache.units import counted, exact_duration, format_age, format_bytes
-from shardcache.urls import ShardURL, advise_scheme
+from shardcache.urls import ShardURL, advise_brackets, advise_scheme
 
 _SORTED_BY = ("url", "size", "used", "fetched", "state")
 #: The fields of a shard, all unknown.
@@ -115,7 +115,8 @@ def ls_command(
     for selection in selections:
         if not any((row["url"] or "") in selection for row in matching):
             show = console.hint if matching else console.error
-            show(f"{selection.text}: nothing in {cache.dir} matches.")
+            advice = advise_brackets(selection.text)
+            show(f"{selection.text}: nothing in {cache.dir} matches.{advice}")
     summary |= {"matching": len(matching), "shown": len(printed)}
     console.object("ls", **{"prefixes" if by else f"{noun}s": printed}, summary=summary)
     always, more = _PARTIAL_TITLES if partial else _SHARD_TITLES
@@ -228,7 +229,7 @@ def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
 
 def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
     """Return advice about shards that are not cached, by URL."""
-    advice = {str(shard): advise_scheme(shard) for shard in absent}
+    advice = {str(s): advise_scheme(s, advise_brackets(str(s)).lstrip()) for s in absent}
     for url, endpoint in other_copies(cache, advice).items():
         where = f"Its copy came from another endpoint ({endpoint})."
         advice[url] = f"{where} Set it, or name the copy by a pattern, such as '{url}*'."
@@ -306,11 +307,11 @@ def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -
 @flag("--fetch", help="Download shards that are not cached.")
 @specs_argument
 @cli.store_options
-def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> None:
+def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) -> ExitCode:
     """Print the local paths of cached shards, one per line, and nothing else.
 
     A SPEC has the form that `ls` accepts, or with --fetch, that of `prewarm`. If a shard is not
-    cached, the command prints nothing and exits with 1. The shards are not pinned:
+    cached, the command names those that are not, and exits with 1. The shards are not pinned:
     another process may evict them later.
 
     \b
@@ -318,22 +319,30 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
       shardcache path s3://lab/train-0000.tar
       tar tf "$(shardcache path --fetch s3://lab/train-0000.tar)"
     """
-    rows = list[Row]()
+    console, rows, absent = invocation.console, list[Row](), list[ShardURL]()
     with invocation.cache() as cache:
         shards = [*map(cache.parse, expand(specs, cache))] if fetch else cache.select(specs)
         for shard in shards:
-            if fetch and cache.path(shard) is None:
-                cache.fetch(shard)
+            try:
+                if fetch and cache.path(shard) is None:
+                    cache.fetch(shard)
+            except ShardNotFoundError as exn:
+                console.error(reason(exn), exn)
+                continue
             if (path := cache.path(shard)) is None:
-                advice = "It was evicted at once." if fetch else "Pass --fetch to download it."
-                advice = _advice(cache, [shard])[str(shard)] or advice
-                text = f"{shard} is not cached in {cache.dir}. {advice}"
-                raise ShardNotFoundError(text, url=str(shard))
+                absent.append(shard)
+                continue
             if endpoint := cache.other_endpoint(shard):
-                invocation.console.hint(f"{shard} came from another endpoint ({endpoint}).")
+                console.hint(f"{shard} came from another endpoint ({endpoint}).")
             rows.append({"url": str(shard), "path": path})
-    invocation.console.object("path", shards=rows)
-    invocation.console.data("\n".join(os.fspath(row["path"]) for row in rows))
+        otherwise = "It was evicted at once." if fetch else "Pass --fetch to download it."
+        for url, advice in _advice(cache, absent).items():
+            console.error(f"{url} is not cached in {cache.dir}. {advice or otherwise}")
+    if len(rows) < len(shards):
+        return ExitCode.FAILED
+    console.object("path", shards=rows)
+    console.data("\n".join(os.fspath(row["path"]) for row in rows))
+    return ExitCode.DONE
 
 
 def _print(

@@ -77,8 +77,10 @@ _COMMANDS = {
 _ADVICE = {
     "doctor unexpected extra": "Pass --url URL.",
     "stats 'json'": "Pass --json.",
+    **{f"shardcache {name}": f"Write {name} after the command, such as prewarm." for name in (
+        "--no-sign-request", "--region", "--profile", "--endpoint-url")},
     **{name: f"It was removed. {advice}" for name, advice in REMOVED.items()},
-}
+}  # fmt: skip
 
 
 class Invocation:

@@ -199,7 +199,8 @@ def make_plan(
             outcome = Outcome.LEFT_OUT
         left -= on_disk.get(key, 0) if outcome is Outcome.MISSING else 0
         results[key] = ShardResult(str(shard), outcome, size, error=error)
-    space = free, evict, lacking, needed, resumable
+    over = sum(max(0, -room) for room in rooms.values())
+    space = free, evict, lacking, needed, resumable, over
     return PrewarmPlan(shards, results, cached, outdated, *space)
 
 

@@ -84,6 +84,7 @@ class PrewarmPlan:
     missing: int = 0  #: further room that the shards of known size would need
     needed: int = 0  #: room that the downloads of known size will take
     resumable: int = 0  #: bytes of these shards that interrupted downloads left on disk
+    over: int = 0  #: room that the cached shards take beyond the limits
 
     def __repr__(self) -> str:
         """Return ``Need 2,048 shards, 1.0 TB: 1,310 cached, 738 to fetch (369.0 GB); ...``."""
@@ -93,7 +94,8 @@ class PrewarmPlan:
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
         text = f"Need {counted(len(self.shards), 'shard')}{size}: {len(self.cached):,} cached"
         if not fetch:
-            return f"{text}, nothing to fetch"
+            over = f"; {format_bytes(self.over)} over the limits, until `shardcache clean` runs"
+            return f"{text}, nothing to fetch{over if self.over else ''}"
         need = format_bytes(self.fetch_bytes)
         if unknown:
             is_all = unknown == fetch

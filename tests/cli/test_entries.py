@@ -218,3 +218,14 @@ def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monk
         with pytest.raises(ConfigError, match="came from another endpoint"):
             cache.prewarm(cache.select("train*"))
     assert run("rm", "-y", "train*")[1].startswith("removed 5 shards, ")
+
+
+def test_brackets_are_said_to_be_no_pattern(run, warm, bucket):
+    url, pattern = f"s3://{bucket}/train-000[01].tar", "train-000[01]*"
+    lines = [
+        f"{name} {spec}" for name in ("ls", "path", "rm -y", "verify") for spec in (url, pattern)
+    ]
+    for line in *lines, f"path --fetch {url}", f"prewarm {url}":
+        code, _, err = run(*line.split())
+        assert code and err.count("Brackets are no pattern: write {a,b}") == 1, (line, err)
+    assert run("ls", "none.tar")[2].endswith("matches.\n")

@@ -156,7 +156,7 @@ def test_options_select_the_log_level(run, spec, bucket, proxy):
     for line in (r"^info: .*fetched", r"^warning: .*attempt 1 of 5"):
         assert re.search(line, shown["-v"], re.M)
     assert "debug: " not in shown["-v"] and "debug: " in shown["-vv"]
-    assert run("path", f"s3://{bucket}/none.tar", "-vv")[2].count("Traceback") == 1
+    assert run("path", "--fetch", f"s3://{bucket}/none.tar", "-vv")[2].count("Traceback") == 1
 
 
 @needs_root
@@ -293,3 +293,12 @@ def test_profile_and_region_sign_the_requests(run, files, tmp_path, monkeypatch)
         assert run(*command.split(), "s3://lab/a.tar", *options)[0] == 0
     asked = [head for head in files.heads if " /lab" in head]  # others see whether it answers
     assert asked and all(re.search(r"AK/\d{8}/eu-north-1/s3/", head) for head in asked)
+
+
+@pytest.mark.parametrize(
+    "option", ["--profile x", "--region x", "--endpoint-url http://h", "--no-sign-request"]
+)
+def test_an_option_of_a_store_before_the_command_is_told_its_place(run, option):
+    code, _, err = run(*option.split(), "prewarm", "s3://b/a.tar")
+    assert code == 2
+    assert err.endswith(f"Write {option.split()[0]} after the command, such as prewarm.\n")

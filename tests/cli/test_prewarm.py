@@ -228,3 +228,20 @@ def test_the_launcher_sets_the_share_of_a_node(monkeypatch, run, share, environ,
         node, count = expected
         assert share() == share("--node-rank", node, "--node-count", count)
     assert len(share("--node-rank", 0, "--node-count", 9)) == 4  # arguments win
+
+
+def test_path_names_all_shards_that_do_not_exist(run, spec, bucket):
+    absent = [f"s3://{bucket}/absent-{number}.tar" for number in range(3)]
+    present = f"s3://{bucket}/train-0001.tar"
+    for options, why in ([], "is not cached"), (["--fetch"], "not found"):
+        code, out, err = run("path", *options, *absent[:2], present, absent[2])
+        assert (code, out) == (1, "")
+        lines = [line for line in err.splitlines() if line.startswith("error: ") and why in line]
+        assert [url for url in absent for line in lines if url in line] == absent
+
+
+def test_a_limit_below_what_is_cached_is_said(run, warm, spec):
+    code, out, _ = run("prewarm", spec, "--max-size", "1B")
+    assert code == 0
+    assert re.search(r"nothing to fetch; [\d.]+ KB over the limits, until `shardcache clean`", out)
+    assert "over" not in run("prewarm", spec)[1]

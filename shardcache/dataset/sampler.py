@@ -108,7 +108,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         self._place = rank, world_size  # as the user passed them
         self._arrange(lanes, shuffle)
         # Epochs, and samples taken from each lane: where the next iteration begins, and where the
-        # last one is. An iteration ends when workers still read its batches, so these may differ.
+        # last one is. It requests its last batch before the training gets it, so these may differ.
         self._start = self._taken = 0, 0
         self._is_checked = False  # whether `_check_room` was called
         # None: the ranks are not compared
@@ -286,12 +286,6 @@ class ShardBatchSampler(Sampler[list[int]]):
             text = "%d nodes read %d lanes, so several nodes download the same shards"
             logger.warning(text, self._nodes, lanes)
 
-    def _advance(self, epoch: int, taken: int, returned: int) -> None:
-        """Record the positions of an iteration. After its last batch, the epoch is over."""
-        self._taken = epoch, returned
-        if not self._batches(taken):  # Trainer does not request another one
-            self._start = epoch + 1, 0
-
     def _batches(self, taken: int) -> int:
         return self.order.batches(self.share, taken, drop_last=self.drop_last)
 
@@ -355,10 +349,13 @@ class _Iteration:
         return Batch(indices, self._epoch.shards(0))
 
     def _advance(self, taken: int) -> None:
-        self._taken = taken
+        """Record the positions after a request. After the last batch, the epoch is over."""
+        sampler, self._taken = self._sampler, taken
         self._returned += 1
-        returned = self._begun + max(0, self._returned) * self._sampler.share
-        self._sampler._advance(self._number, taken, min(taken, returned))
+        returned = self._begun + max(0, self._returned) * sampler.share
+        sampler._taken = self._number, min(taken, returned)
+        if not sampler._batches(taken):  # Trainer does not request another one
+            sampler._start = self._number + 1, 0
 
     def state_dict(self) -> dict[str, int | str]:
         return self._sampler._state(self._number, self._taken)
@@ -373,5 +370,5 @@ def _batches_ahead() -> int:
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "_next_index":
         frame = frame.f_back
-    loader = frame and frame.f_locals["self"]
+    loader = frame and frame.f_locals.get("self")
     return getattr(loader, "_num_workers", 0) * getattr(loader, "_prefetch_factor", 0)

@@ -228,8 +228,7 @@ def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
 
 def advise_brackets(text: str) -> str:
     """Return advice for a name that nothing has: brackets are a pattern in shells, but not here."""
-    has_brackets = re.search(r"\[.+\]", text)
-    return " Brackets are no pattern: write {a,b} or {0..9}." if has_brackets else ""
+    return " Brackets are no pattern: write {a,b} or {0..9}." if re.search(r"\[.+\]", text) else ""
 
 
 def parse_url(

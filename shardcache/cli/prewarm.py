@@ -125,23 +125,22 @@ def prewarm_command(
     if ray and has_node:
         raise click.UsageError("With --ray, omit --node-rank and --node-count: Ray sets them.")
     lines = [line.strip() for file in lists for line in file]
-    all_specs = [*specs, *(line for line in lines if line and not line.startswith("#"))]
-    if not all_specs:
+    wanted = [*specs, *(line for line in lines if line and not line.startswith("#"))]
+    if not wanted:
         empty = "The list contains no shards. Write one SPEC per line."
         raise click.UsageError(empty if lists else "No shards given. Pass a SPEC, or -f LIST.")
     if options["check"] and options["skip_missing"]:
         raise click.UsageError("--check sends no requests for shards: omit --skip-missing.")
-    options["jobs"] = jobs or JOBS
     ranks = (ranks_per_node or 1) if shard_by_node else None
     if ray:
-        return _prewarm_ray(invocation, all_specs, options, max_size, ranks)
+        return _prewarm_ray(invocation, wanted, options | {"jobs": jobs or JOBS}, max_size, ranks)
     options["share"] = None if ranks is None else own_share(node_rank, node_count, ranks)
     loaded = invocation.loaded_with_job_limits()
     invocation.show_job_limits(loaded, ["max_size"] if max_size else [])
     connections = max(jobs or 0, loaded.config.connections)
     max_size = max_size or loaded.config.max_size
     cache = invocation.cache(loaded, connections=connections, max_size=max_size)
-    return _prewarm(invocation, cache, all_specs, options | {"jobs": jobs})
+    return _prewarm(invocation, cache, wanted, options | {"jobs": jobs})
 
 
 @command("import")
@@ -264,10 +263,9 @@ def _prewarm_ray(
     console, began = invocation.console, time.monotonic()
     latest = deque([(0, 0)], maxlen=1)  # how many nodes have ended, and of how many
     only_plans = options["check"] or options["dry_run"]
+    stored = with_options(Config(Path("/")), invocation.store_options.items()).storage_options
     settings: dict[str, Any] = {"dir": invocation.dir and absolute(invocation.dir)}
-    settings |= {"endpoint_url": invocation.endpoint_url}
-    options_of_store = with_options(Config(Path("/")), invocation.store_options.items())
-    settings |= {"storage_options": options_of_store.storage_options or None}
+    settings |= {"endpoint_url": invocation.endpoint_url, "storage_options": stored or None}
     stop = invocation.poll_stop()
 
     def positions() -> Positions:

@@ -77,8 +77,7 @@ def run_command(
             "AWS_DEFAULT_REGION, or storage_options in a file."
         )
     variables = _variables(invocation, options)
-    environment = {**os.environ, **variables}
-    config = load(environ=environment).config
+    config = load(environ={**os.environ, **variables}).config
     if show:
         for name, value in variables.items():
             invocation.console.data(f"export {name}={shlex.quote(value)}")

@@ -454,7 +454,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         found = [loaded.get(worker) for worker in range(workers)]
         # After a loop that was left, the position holds until another iteration begins.
         self._tracked = own = {"epoch": epochs.epoch, "workers": found, "until": None}
-        is_over = bool(loaded)
+        is_over, is_exiting = bool(loaded), sys.is_finalizing  # at the exit, `sys` may be None
         try:
             for position, batch in tracked:
                 own["epoch"], is_over = position["epoch"], False
@@ -466,7 +466,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 text = "the state has the end of epoch %d, of which no batch is left"
                 logger.warning(text, own["epoch"])
         finally:
-            if not sys.is_finalizing():
+            if not is_exiting():
                 own["until"] = self.epoch
 
     def __iter__(self) -> Iterator[Any]:

@@ -9,6 +9,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -895,3 +897,17 @@ def test_a_stage_that_cannot_resume_is_refused_when_it_is_added(make):
         with pytest.raises(ConfigError, match="cannot resume: it draws without a seed"):
             add()
     assert keys(dataset.shuffle(9)) != keys(dataset)
+
+
+def test_a_program_that_ends_amid_a_tracked_iteration_ends_silently(tmp_path):
+    (tmp_path / "0.tar").write_bytes(sample_tar(0, 5))
+    program = f"""if True:
+        import shardcache, torch, webdataset
+        dataset = webdataset.WebDataset(["{tmp_path}/0.tar"], shardshuffle=False)
+        dataset = shardcache.Cache("{tmp_path}/cache").attach(dataset, resume=True).map(len)
+        batches = dataset.track(torch.utils.data.DataLoader(dataset))
+        next(batches)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -352,8 +352,7 @@ class _Iteration:
         """Record the positions after a request. After the last batch, the epoch is over."""
         sampler, self._taken = self._sampler, taken
         self._returned += 1
-        returned = self._begun + max(0, self._returned) * sampler.share
-        sampler._taken = self._number, min(taken, returned)
+        sampler._taken = self._number, self._begun + max(0, self._returned) * sampler.share
         if not sampler._batches(taken):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
 

@@ -77,10 +77,15 @@ _COMMANDS = {
 _ADVICE = {
     "doctor unexpected extra": "Pass --url URL.",
     "stats 'json'": "Pass --json.",
-    **{f"shardcache {name}": f"Write {name} after the command, such as prewarm." for name in (
-        "--no-sign-request", "--region", "--profile", "--endpoint-url")},
+    **dict.fromkeys(
+        (
+            f"shardcache --{name}"
+            for name in ("no-sign-request", "region", "profile", "endpoint-url")
+        ),
+        "Write it after the command, such as prewarm.",
+    ),
     **{name: f"It was removed. {advice}" for name, advice in REMOVED.items()},
-}  # fmt: skip
+}
 
 
 class Invocation:

@@ -301,4 +301,4 @@ def test_profile_and_region_sign_the_requests(run, files, tmp_path, monkeypatch)
 def test_an_option_of_a_store_before_the_command_is_told_its_place(run, option):
     code, _, err = run(*option.split(), "prewarm", "s3://b/a.tar")
     assert code == 2
-    assert err.endswith(f"Write {option.split()[0]} after the command, such as prewarm.\n")
+    assert err.endswith("Write it after the command, such as prewarm.\n")

@@ -201,16 +201,8 @@ def test_a_compressed_archive_is_refused(make_cache, origin, name):
         assert name == "a.tar" and data[0]
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        "RANK=0 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8",
-        "SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2",
-    ],
-)
-def test_several_nodes_need_an_index_file(make_cache, monkeypatch, variables):
-    for variable in variables.split():
-        monkeypatch.setenv(*variable.split("="))
+def test_several_nodes_need_an_index_file(make_cache, set_variables):
+    set_variables(RANK=0, WORLD_SIZE=16, LOCAL_WORLD_SIZE=8)
     cache = make_cache()
     with pytest.raises(ConfigError, match="shardcache index 's3://lab/{0..9}.tar' -o train.json"):
         TarDataset("s3://lab/{0..9}.tar", cache=cache)

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -16,16 +17,9 @@ from tests.support.tars import sample_tar
 
 
 @pytest.fixture
-def make(make_cache, tmp_path):
-    """Make data sets of index files, none of whose shards exists."""
-    cache = make_cache(prefetch=1)
-
-    def make(name, counts, **options):
-        rows = [{"url": f"s3://{name}/{n}.tar", "nsamples": each} for n, each in enumerate(counts)]
-        (index := tmp_path / f"{name}.json").write_text(json.dumps({"shardlist": rows}))
-        return TarDataset(index, cache=cache, **options)
-
-    return make
+def make(make_cache, indexed):
+    """Make data sets of one cache, none of whose shards exists."""
+    return partial(indexed, make_cache(prefetch=1))
 
 
 @pytest.fixture
@@ -123,9 +117,7 @@ def test_weights_change_only_with_an_epoch_that_has_not_begun(trio):
     changed = sampler(mixed(trio, later, 240))
     changed.load_state_dict(border)
     assert Counter(names(changed.data, read([changed], 1)[0]))["web"] >= 20
-    with pytest.raises(
-        ConfigError, match="other weights: from each part, web 78, code 46, .* web 92"
-    ):
+    with pytest.raises(ConfigError, match="other weights: .* web 78, code 46, .* web 92"):
         changed.load_state_dict(state)
     with pytest.raises(ConfigError, match="other shards or counts of samples"):
         sampler(mixed(trio, WEIGHTS, 241)).load_state_dict(state)
@@ -188,14 +180,10 @@ def test_batches_state_the_shards_of_all_parts_in_use(make):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_reads_the_samples_of_all_parts_and_resumes(
-    make_cache, origin, workers, monkeypatch
-):
+def test_a_loader_reads_the_samples_of_all_parts(make_cache, origin, workers, monkeypatch):
     monkeypatch.setattr("shardcache.dataset.dataset._IDLE", 600)
     for part in ("web", "books"):
-        origin.objects |= {
-            f"s3://{part}/{n}.tar": sample_tar(n + 10 * (part == "web"), 6) for n in range(3)
-        }
+        origin.objects |= {f"s3://{part}/{n}.tar": sample_tar(n, 6) for n in range(3)}
     cache = make_cache()
     stages = [wds.decode(), wds.to_tuple("__key__", "__url__", "__epoch__")]
     web, books = (
@@ -207,22 +195,14 @@ def test_a_loader_reads_the_samples_of_all_parts_and_resumes(
     assert (repr(data), len(data)) == ("<Mixture: web, books, 32 samples per epoch>", 36)
     with pytest.raises(IndexError):
         data[36]
-
-    def loader():
-        order = ShardBatchSampler(data, 8, shuffle=3)
-        return order, DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=list)
-
-    _, batches = loader()
-    expected = [batch for _ in range(2) for batch in batches]
-    assert len(expected) == 8 and {epoch for *_, epoch in expected[-1]} == {1}
-    for batch in expected:
+    order = ShardBatchSampler(data, 8, shuffle=3)
+    loader = DataLoader(data, batch_sampler=order, num_workers=workers, collate_fn=list)
+    batches = [*loader, *loader]
+    assert len(batches) == 8 and {epoch for *_, epoch in batches[-1]} == {1}
+    for batch in batches:
         assert Counter(url[5:8] for _, url, _ in batch) == {"web": 6, "boo": 2}
     if not workers:
         assert cache.stats().opens == 2 * 6  # counted, and then open: all are in the window
-    second, batches = loader()
-    second.set_epoch(1)
-    second.load_state_dict({**second.state_dict(), "taken": 16, "mixed": "web 36, books 12"})
-    assert list(batches) == expected[6:]
 
 
 def test_a_part_that_drops_samples_keeps_the_others_in_place(make_cache, origin):
@@ -251,15 +231,11 @@ def test_a_selection_has_its_samples_in_order_and_mixes_with_others(make_cache, 
     assert list(some.select(range(1, 3))) == [data[3], data[7]]
     with pytest.raises(IndexError, match="has 4 samples"):
         some[4]
-    for wrong, error in (
-        ([1, 1], ConfigError),
-        ([0.5], ConfigError),
-        ([18], IndexError),
-        ([], ConfigError),
-        (np.array([], int), ConfigError),
-        ([-1], IndexError),
-    ):
-        with pytest.raises(error):
+    for wrong in [1, 1], [0.5], [], np.array([], int):
+        with pytest.raises(ConfigError, match="each of them once"):
+            data.select(wrong)
+    for wrong in [18], [-1]:
+        with pytest.raises(IndexError, match="has 18 samples"):
             data.select(wrong)
     state = ShardBatchSampler(some, 2, shuffle=0).state_dict()
     with pytest.raises(ConfigError, match="other shards or counts of samples"):
@@ -267,17 +243,15 @@ def test_a_selection_has_its_samples_in_order_and_mixes_with_others(make_cache, 
 
 
 def test_a_split_keeps_its_samples_when_shards_are_added(make):
-    small, large = make("lab", [1000] * 8), make("lab", [1000] * 11)
-    parts = [[part.locate(n) for n in range(len(part))] for part in small.split([0.7, 0.2, 0.1])]
-    assert sorted(place for part in parts for place in part) == sorted(
-        map(small.locate, range(8000))
-    )
-    for part, fraction, later in zip(
-        parts, (0.7, 0.2, 0.1), large.split([0.7, 0.2, 0.1]), strict=True
-    ):
+    def places(data):
+        return [data.locate(n) for n in range(len(data))]
+
+    small, large, fractions = make("lab", [1000] * 8), make("lab", [1000] * 11), [0.7, 0.2, 0.1]
+    parts, every = [*map(places, small.split(fractions))], {*places(small)}
+    assert sorted(place for part in parts for place in part) == sorted(every)
+    for part, fraction, later in zip(parts, fractions, large.split(fractions), strict=True):
         assert abs(len(part) / 8000 - fraction) < 0.02
-        places = [later.locate(n) for n in range(len(later))]
-        assert [place for place in places if int(place[0][9:-4]) < 8] == part
+        assert [place for place in places(later) if place in every] == part
     other = small.split([0.5], seed=1)[0]
     assert 0.4 < len(other) / 8000 < 0.6
     for seed in (2, 3):  # a part is split as the whole, even with the same seed

@@ -187,6 +187,17 @@ def fail_files(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
+def set_variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that sets variables of the environment, also to numbers."""
+
+    def set_variables(**values: object) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
+@pytest.fixture
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread can start, as at a limit of processes."""
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.proxy import Proxy
 from tests.support.storetools import wait_until
@@ -17,6 +18,11 @@ from tests.support.tars import sample_tar
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+
+
+def keys(samples: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of samples, in their order."""
+    return [sample["__key__"] for sample in samples]
 
 
 class DataSet:

@@ -248,6 +248,7 @@ def test_a_shard_that_is_replaced_while_it_is_streamed_is_opened_again(make_cach
         (lambda data: b"<html>" + data, IntegrityError),
         (lambda data: sample_tar(1, 2), IntegrityError),
     ],
+    ids=["absent", "cut", "no archive", "fewer samples"],
 )
 def test_an_error_names_shard_and_sample_and_the_handler_decides(
     make_cache, origin, tmp_path, change, error

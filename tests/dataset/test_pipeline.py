@@ -428,18 +428,14 @@ def test_another_order_of_shards_is_refused(make_cache, stages, select):
     def in_turn(shards):
         return iter(sorted(shards, key=lambda shard: shard["url"], reverse=next(orders)))
 
-    def made():
-        reader = wds.tarfile_to_samples(select_files=select)
-        parts = wds.SimpleShardList(URLS), in_turn, reader, *stages
-        return make_cache().attach(wds.DataPipeline(*parts), resume=True)
-
+    reader = wds.tarfile_to_samples(select_files=select)
+    parts = wds.SimpleShardList(URLS), in_turn, reader, *stages
+    one, two = (make_cache().attach(wds.DataPipeline(*parts), resume=True) for _ in range(2))
     orders = cycle((False, True))
-    dataset = made()
-    assert list(islice(dataset, 40))
-    other = made()
-    other.load_state_dict(dataset.state_dict())
+    assert list(islice(one, 40))
+    two.load_state_dict(saved(one))
     with pytest.raises(ConfigError, match="the shards come in another order"):
-        list(other)
+        list(two)
 
 
 @pytest.mark.parametrize(
@@ -693,11 +689,9 @@ def test_a_state_is_continued_once_and_kept_until_then(make):
     first = keys(islice(one, 10))
     two.load_state_dict(saved(one))
     two.load_state_dict(saved(two))  # saved before the first sample
-    lengths = []
-    for _ in range(2):
+    for left in len(KEYS) - len(first), len(KEYS):
         two.set_epoch(0)
-        lengths.append(len(list(two)))
-    assert lengths == [len(KEYS) - len(first), len(KEYS)]
+        assert len(list(two)) == left
 
 
 @pytest.mark.parametrize("workers", [0, 2])

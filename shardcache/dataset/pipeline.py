@@ -682,14 +682,20 @@ class _Shards:
 
     def _streamed(self, source: dict[str, Any], count: str = "") -> Iterator[Any]:
         """Yield the samples of a shard, as many as a state says; for other readers, the shard."""
-        given = 0
-        stop = partial(self._handle, what="shards")
-        samples = wds.tar_samples([source], stop) if self.is_plain else [source]
+        given, is_over = 0, True
+
+        def only() -> Iterator[dict[str, Any]]:
+            nonlocal is_over
+            yield source
+            is_over = False  # the handler goes on with the next shard
+
+        samples = wds.tar_samples(only(), self._handler) if self.is_plain else only()
         for sample in islice(samples, int(count) if count else None):
             given += 1
             yield sample
         if not count:
             self._run.counts += str(given)
+            self._run.ended = "shards" if is_over else self._run.ended
         elif given < int(count):
             raise _other_count(source["url"], given, count)
 

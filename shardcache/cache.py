@@ -33,7 +33,7 @@ from shardcache.stats import database
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, open_first
-from shardcache.threads import lazy, undivided
+from shardcache.threads import lazy, no_fork
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, advise_brackets, find_scheme
 
@@ -130,7 +130,7 @@ class Cache:
         threads.refuse_patches()
         self.config = config
         self._started = started
-        with undivided():  # from here on, forks wait for imports in other threads
+        with no_fork():  # from here on, forks wait for imports in other threads
             self._ranks = detect()
         self._parse = url_parser(config)
         # Each epoch repeats the URLs, and parsing a URL takes longer than opening a cached shard.
@@ -170,7 +170,7 @@ class Cache:
 
         def run() -> None:
             try:
-                with threads.undivided():
+                with threads.no_fork():
                     self.process.prepare()
                     if url is not None:
                         self.process.origins.of(self.parse(url)).prepare()
@@ -456,7 +456,7 @@ class Cache:
                 if not dry_run and root.is_read_only(tier.config.dir):
                     raise OSError(errno.EROFS, "it cannot be written", str(tier.config.dir))
                 given = {"max_age": max_age}
-                if tier is process.home:  # other tiers keep their own limits
+                if tier is process.last_tier:  # other tiers keep their own limits
                     given |= {"max_size": max_size, "min_free": min_free}
                 changes = {name: value for name, value in given.items() if value is not None}
                 space = tier.limited(tier.config.replace(**changes))
@@ -593,7 +593,7 @@ class Cache:
         """
         self.process.counters.flush()
         begin = 0.0 if since is None else clock.time() - parse_duration(since)
-        return database.samples(self.process.home.node, begin, ever=ever)
+        return database.samples(self.process.last_tier.node, begin, ever=ever)
 
     # -- ending ----------------------------------------------------------------
 

@@ -37,11 +37,11 @@ class _NoError(OSError):
     """Is never raised."""
 
 
-def os_error() -> type[OSError]:
+def system_error() -> type[OSError]:
     """Return OSError, or a class that matches nothing if the current error has no ``errno``.
 
-    With ``except os_error():``, an error that a signal handler raised passes: a handler of an alarm
-    may raise a TimeoutError, without an ``errno``, in any call.
+    With ``except system_error():``, an error that a signal handler raised passes: a handler of an
+    alarm may raise a TimeoutError, without an ``errno``, in any call.
     """
     return OSError if getattr(sys.exc_info()[1], "errno", None) is not None else _NoError
 

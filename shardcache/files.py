@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from shardcache import clock
 from shardcache.config import group_name
 from shardcache.errors import ConfigError
-from shardcache.faults import ignoring, os_error
-from shardcache.threads import undivided
+from shardcache.faults import ignoring, system_error
+from shardcache.threads import no_fork
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Modes(NamedTuple):
             os.chown(unnamed, -1, self.group)
             unnamed.chmod(self.directory)
             unnamed.rename(path)
-        except os_error() as exn:
+        except system_error() as exn:
             with ignoring(OSError):
                 unnamed.rmdir()
             if exn.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
@@ -205,7 +205,7 @@ def write_new(path: Path | str, data: bytes, mode: int, *, sync: bool = False) -
                 raise OSError(errno.ENOSPC, "the disk is full", str(path))
             if sync:
                 os.fsync(file.fileno())
-        except os_error() as exn:
+        except system_error() as exn:
             name = exn.filename or str(Path(path).parent)  # None with a descriptor
             raise OSError(exn.errno, exn.strerror, name) from exn
 
@@ -246,7 +246,7 @@ def list_names(directory: Path | str) -> list[str]:
     try:  # without `open_directory`, because each miss calls this often
         fds.extend(map(os.open, (directory,), (os.O_DIRECTORY | SAFELY,)))
         return os.listdir(fds[0])  # noqa: PTH208 - only the names are needed
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
         raise
@@ -259,7 +259,7 @@ def is_directory(path: Path | str) -> bool:
     """Return whether ``path`` is a directory and not a symbolic link."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
-    except os_error():
+    except system_error():
         return False
 
 
@@ -297,7 +297,7 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file, unchecked; None if it is missing or damaged."""
     try:
         return json.loads(read_file(path))
-    except (os_error(), ValueError, RecursionError) as exn:
+    except (system_error(), ValueError, RecursionError) as exn:
         logger.debug("%s: %s", path, exn)
         return None
 
@@ -309,7 +309,7 @@ def try_flock(fd: int, *, shared: bool = False) -> bool | None:
     """Try to take the lock of an open file. Return None if the filesystem has no flock."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         if exn.errno in _UNSUPPORTED:
@@ -345,7 +345,7 @@ def locked(
             free = try_flock(fds[0], shared=shared)
             if free and remove:
                 free = is_file(path, fds[0])
-        except os_error() as exn:
+        except system_error() as exn:
             if exn.errno in GONE or (of is not None and exn.errno in NOT_DATA):
                 free = True
             elif exn.errno == errno.EACCES:
@@ -385,7 +385,7 @@ _exclusive: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 def open_exclusive(path: Path | str, flags: int, modes: Modes = PRIVATE) -> io.FileIO:
     """Open a file with `open_file`. A forked child closes it before the child's own code runs."""
-    with undivided():
+    with no_fork():
         file = open_file(path, flags, modes.file)
         _exclusive.add(file)
     if flags & os.O_CREAT and modes.group is not None:  # regardless of the umask
@@ -396,7 +396,7 @@ def open_exclusive(path: Path | str, flags: int, modes: Modes = PRIVATE) -> io.F
 
 def dup_exclusive(file: io.FileIO) -> io.FileIO:
     """Duplicate the descriptor of an open file. A forked child closes the duplicate, too."""
-    with undivided():
+    with no_fork():
         if file.closed:
             raise OSError(errno.EBADF, "it is closed")
         copy = owned(os.dup, (file.fileno(),))

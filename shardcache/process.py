@@ -25,7 +25,7 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.download.download import PASSING, Download, Downloads, State
 from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError, ShardCacheError
-from shardcache.faults import Disk, PausedError, fault_kind, ignoring, is_local_error, os_error
+from shardcache.faults import Disk, PausedError, fault_kind, ignoring, is_local_error, system_error
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
@@ -65,7 +65,7 @@ class ProcessCache:
 
     Attributes:
         tiers: the tiers, fastest first.
-        home: the last tier, which is ``dir`` and holds the locks.
+        last_tier: the last tier, which is ``dir`` and holds the locks.
         directories: the `Directories` that were found, or None until `prepare` has made them.
         disk, resources, origins, counters, notices, downloads: the parts of this process.
     """
@@ -100,16 +100,18 @@ class ProcessCache:
         if is_logged(config.dir):
             self.notices.skip(errno.errorcode[errno.EROFS])
         self.disk = Disk(config, self.notices.warn)
-        self.counters = Counters(lambda: self.home.node, ranks, lambda: self.disk.is_well)
+        self.counters = Counters(lambda: self.last_tier.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(own, *parts) for own in config.by_tier()]
-        self.home = self.tiers[-1]
+        self.last_tier = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
         self.resources = Resources(
             config,
             RetryPolicy(config.attempts, config.deadline, config.patience),
             self.counters,
-            Connections(config.connections, config.part_size, lambda: self.home.node, self.origins),
+            Connections(
+                config.connections, config.part_size, lambda: self.last_tier.node, self.origins
+            ),
             self.origins,
             self.notices,
         )
@@ -129,7 +131,7 @@ class ProcessCache:
         present = []
         for tier in self.tiers:
             with self.tolerating(tier):
-                if tier.check() or tier is self.home:
+                if tier.check() or tier is self.last_tier:
                     present.append(tier)
         return present
 
@@ -139,7 +141,7 @@ class ProcessCache:
         try:
             yield
         except (OSError, ConfigError) as exn:
-            if tier is self.home or not (is_local_error(exn) or isinstance(exn, ConfigError)):
+            if tier is self.last_tier or not (is_local_error(exn) or isinstance(exn, ConfigError)):
                 raise
             path, reason = tier.config.dir, getattr(exn, "strerror", None) or exn
             self.notices.warn(f"tier {path}", "the tier %s is not used: %s", path, reason)
@@ -150,7 +152,7 @@ class ProcessCache:
 
     def tier_of(self, directory: str) -> Tier:
         """Return the tier that contains an entry's directory; the last tier if none does."""
-        return next((tier for tier in self.tiers if tier.owns(directory)), self.home)
+        return next((tier for tier in self.tiers if tier.owns(directory)), self.last_tier)
 
     def prepare(self) -> Directories:
         """Return the directories; the first call makes them.
@@ -176,8 +178,8 @@ class ProcessCache:
 
     def _changed_tiers(self) -> list[Tier]:
         """Return the tiers whose directory was replaced, and the last one if it was never made."""
-        home = self.home
-        return [t for t in self.tiers if (t.identity() != t.made if t.made else t is home)]
+        last = self.last_tier
+        return [t for t in self.tiers if (t.identity() != t.made if t.made else t is last)]
 
     def _make_directories(self) -> Directories:
         """Create the directories that changed, at first all, and return all usable ones."""
@@ -188,7 +190,7 @@ class ProcessCache:
             _finalizers.append(util.Finalize(None, _end_all, exitpriority=0))
         for tier in self.tiers if self.directories is None else self._changed_tiers():
             self._make(tier)
-        usable = [tier for tier in self.tiers if tier.made or tier is self.home]
+        usable = [tier for tier in self.tiers if tier.made or tier is self.last_tier]
         self._touched.clear()
         return Directories(usable, self._ranks, self.disk, self.notices)
 
@@ -201,7 +203,7 @@ class ProcessCache:
         try:
             with self.tolerating(tier):
                 tier.make()
-        except (os_error(), ConfigError) as exn:
+        except (system_error(), ConfigError) as exn:
             if self.config.strict:
                 raise
             if isinstance(exn, ConfigError):
@@ -220,7 +222,7 @@ class ProcessCache:
         """Return the node's namespace, with the session that keeps the notes of this process."""
         with ignoring(ConfigError, OSError):
             self.prepare()
-        return self.home.node
+        return self.last_tier.node
 
     def evict_used(self) -> None:
         """Keep no shards for running jobs, which does not suit random access."""
@@ -243,7 +245,7 @@ class ProcessCache:
             if not disk.reading.closed:
                 directories = self._check()  # another user may own the directory now
             opened = directories.lookup(shard, outdated)
-        except os_error() as exn:
+        except system_error() as exn:
             disk.failed(disk.reading, exn)
             raise
         if opened is not None and disk.reading.faults:  # opening does not prove that it is readable
@@ -318,8 +320,8 @@ class ProcessCache:
     ) -> tuple[Download, bool]:
         """Add a reader to the shard's download; return it, and whether this call started it.
 
-        With ``finish``, it completes even if all readers leave. With ``ahead``, the reader does not
-        need the shard until it calls `Download.attend`. Raises OSError if no thread can be started.
+        With ``finish``, it completes even if all readers leave. With ``ahead``, the reader needs
+        the shard only once it calls `Download.promote`. Raises OSError if no thread can start.
         """
         new = Download(self.downloads, shard, can_bypass=True, is_ahead=ahead)
         download = new.join(finish=finish)
@@ -366,7 +368,7 @@ class ProcessCache:
         opened, failed = None, 0
         try:
             opened = Worker(self.resources, download).run(self._check)
-        except (ShardCacheError, os_error()) as exn:
+        except (ShardCacheError, system_error()) as exn:
             failed = int(not isinstance(exn, (UnusableError, *PASSING)))
             if isinstance(exn, OSError):
                 self.disk.failed(writing, exn)
@@ -417,7 +419,7 @@ class ProcessCache:
                 with data_lock(data.parent, grace, data=data, shared=True):
                     sidecar = Entry.at(data.parent).metadata().encode()
                     self.origins.write_back(shard, data, sidecar)
-            except (os_error(), DamagedError) as exn:  # the entry was evicted
+            except (system_error(), DamagedError) as exn:  # the entry was evicted
                 logger.info("%s: not copied to an upstream: %s", shard, exn)
 
         if wait:

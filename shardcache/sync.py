@@ -32,7 +32,7 @@ from shardcache.errors import (
     OnceError,
     WaitTimeoutError,
 )
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import ignoring, system_error
 from shardcache.files import GONE, replacing, sync_directory
 from shardcache.locks.mounts import node_directory
 from shardcache.ranks import detect, job_name, rank, safe_name, torch_store, world_size
@@ -109,7 +109,7 @@ def find(path: PathLike) -> os.stat_result | None:
     try:
         os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         os.link("/proc/.", path)
-    except os_error() as exn:  # usually EEXIST, EXDEV or EPERM
+    except system_error() as exn:  # usually EEXIST, EXDEV or EPERM
         logger.debug("%s: looked up again: %s", path, exn)
     with _ignoring_absence():
         return os.stat(path)  # noqa: PTH116

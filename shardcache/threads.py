@@ -4,7 +4,7 @@ A forked child inherits the locks that other threads hold, but not the threads, 
 the locks. Imports hold such locks, and OpenSSL 3.0 does while it creates a context, during a
 handshake, while it reads session tickets and while a thread that used it ends: with four such
 threads, one fork in a thousand produced a child that waited for its first context forever. So a
-fork waits for imports in other threads, for code inside `undivided`, and for threads that end.
+fork waits for imports in other threads, for code inside `no_fork`, and for threads that end.
 
 If a signal handler raises in `threading.Thread.start`, which only the main thread can experience,
 the new thread waits for a lock forever. So another thread calls it (`start`).
@@ -51,7 +51,7 @@ _HOOKS = "concurrent.futures.thread", "filelock"
 _started: set[threading.Thread] = set()
 #: Weak references to the locks of modules that are being imported. They have no public name.
 _module_locks: dict[str, Any] = importlib._bootstrap._module_locks  # type: ignore[attr-defined]
-#: The lock of each thread. The thread holds it inside `undivided`, and a fork takes it. No signal
+#: The lock of each thread. The thread holds it inside `no_fork`, and a fork takes it. No signal
 #: handler can raise while Python enters or leaves a lock.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 #: Held during a fork, so that no thread makes its lock.
@@ -193,7 +193,7 @@ def get_result(results: Results[T], seconds: float | None) -> T:
     return cast("T", result)
 
 
-def undivided() -> contextlib.AbstractContextManager[bool]:
+def no_fork() -> contextlib.AbstractContextManager[bool]:
     """Return a lock that makes forks in other threads wait while the current thread holds it."""
     _register_hooks(_HOOKS[1] in sys.modules)
     return _own.lock
@@ -212,7 +212,7 @@ def _register_hooks(again: bool) -> None:
     """Make every fork call `_before_fork` before the hooks of other modules.
 
     Python first calls the hook that was registered last. If a hook of `_HOOKS` came first, the fork
-    would wait for a thread inside `undivided`, and that thread for the lock of the module. So this
+    would wait for a thread inside `no_fork`, and that thread for the lock of the module. So this
     registers the hook ``again`` when filelock has been imported in the meantime.
     """
     with contextlib.suppress(RuntimeError):  # in a handler of `atexit`, where no fork follows

@@ -21,7 +21,7 @@ from typing import Any
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import LockTimeoutError
-from shardcache.faults import Disk, ignoring, os_error
+from shardcache.faults import Disk, ignoring, system_error
 from shardcache.files import is_directory, list_names, read_json
 from shardcache.layout import MANIFEST, Layout, is_rank_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
@@ -174,9 +174,9 @@ def job_limits(layout: Layout) -> dict[str, Any]:
     return limits if isinstance(limits, dict) else {}
 
 
-def lock_layout(home: Tier, base: Path) -> Layout:
-    """Return the namespace in the last tier, ``home``, with the locks for the one at ``base``."""
-    return home.node.rank(base.name) if base.parent.name == "ranks" else home.node
+def lock_layout(last: Tier, base: Path) -> Layout:
+    """Return the namespace in the ``last`` tier with the locks for the one at ``base``."""
+    return last.node.rank(base.name) if base.parent.name == "ranks" else last.node
 
 
 class Directories:
@@ -296,5 +296,5 @@ def _clean(space: Space) -> None:
                 logger.info("cleaned: %d removed, %d bytes", len(report.removed), report.freed)
     except LockTimeoutError as exn:
         logger.debug("%s", exn)
-    except os_error() as exn:
+    except system_error() as exn:
         logger.info("background cleaning failed: %s", exn)

@@ -15,7 +15,7 @@ from shardcache.cli import main as cli
 from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import SKIPPED, Position, Positions, display
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
-from shardcache.dataset.order import whole
+from shardcache.dataset.order import checked_int
 from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.prewarm.plan import expand
 from shardcache.units import counted, format_bytes, format_duration
@@ -80,7 +80,7 @@ def index_command(
             for line in writer:
                 with contextlib.suppress(ValueError, TypeError):  # a killed run left half a line
                     url, number = json.loads(line)
-                    counts[url] = whole("samples", number, 0)
+                    counts[url] = checked_int("samples", number, 0)
         urls = [*map(str, shards)]
         counts = {url: counts[url] for url in urls if url in counts}
         missing = [shard for shard in shards if str(shard) not in counts]

@@ -118,7 +118,7 @@ def stats_command(
         samples = [] if zero else cache.samples(since, ever=form is not None)
         total = summed(samples)
         if zero:
-            database.zero(cache.process.home.node)
+            database.zero(cache.process.last_tier.node)
             console.object("stats", zeroed=True)
             console.info("counters are reset")
         elif form:
@@ -144,7 +144,7 @@ def stats_command(
 
 def _gauges(cache: Cache) -> list[Row]:
     """Return the fields of `GAUGES`: a row for the whole cache, and one for each tier."""
-    node = cache.process.home.node
+    node = cache.process.last_tier.node
     live = sum(row["state"] == "live" for row in partials(cache))
     whole: Row = {"dir": str(cache.dir), "downloads": live, "processes": len(live_sessions(node))}
     with contextlib.suppress(FileNotFoundError):  # it was never cleaned
@@ -226,7 +226,7 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
     with invocation.cache(existing=True) as cache:
         samples, tiers = cache.samples(since), _tiers(cache)
         begin = clock.time() - (since or clock.time())
-        charted = database.samples(cache.process.home.node, begin, period=database.STEP)
+        charted = database.samples(cache.process.last_tier.node, begin, period=database.STEP)
     held = sum(tier["bytes"] for tier in tiers)
     rows = [[_group_name(rank), *_cells(found)] for rank, found in by_rank(samples).items()]
     table = drawn(text_table(["RANK", *_ROW_TITLES], rows), Console().terminal(io.StringIO()))
@@ -336,7 +336,7 @@ def snapshots(cache: Cache) -> Iterator[Row]:
         yield {
             "at": utc(clock.time()),
             "seconds": max(1e-3, now - began) if len(history) > 1 else None,
-            "processes": len(live_sessions(cache.process.home.node)),
+            "processes": len(live_sessions(cache.process.last_tier.node)),
             "total": summed(changed),
             "ranks": {rank: stats for rank, stats in by_rank(changed).items() if stats.opens},
             "fetches": sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
@@ -348,7 +348,7 @@ def snapshots(cache: Cache) -> Iterator[Row]:
 def _waiting(cache: Cache) -> Iterator[Row]:
     """Yield the processes that wait for the download of another one."""
     for store in cache.process.stores():
-        locks = lock_layout(cache.process.home, store.layout.base)
+        locks = lock_layout(cache.process.last_tier, store.layout.base)
         for key, waiter in live_waits(store.layout):
             holder = read_holder(locks.holder(key))
             yield {

@@ -38,12 +38,12 @@ from shardcache.archive import (
     unread,
 )
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, ShardNotFoundError
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.files import open_file
 from shardcache.layout import INDEX
 from shardcache.reading.stream import open_shard, stream_file
 from shardcache.sync import atomic_write
-from shardcache.threads import undivided
+from shardcache.threads import no_fork
 from shardcache.urls import ShardURL, find_scheme
 from shardcache.wds import group_files
 
@@ -176,10 +176,10 @@ class OpenShard:
         if self._is_local:
             try:
                 return self._pread(size, offset)
-            except os_error() as exn:
+            except system_error() as exn:
                 self._lose(exn)
-        # `undivided`, because a child that is forked in the block would wait for the lock forever.
-        with undivided(), self._lock:
+        # `no_fork`, because a child that is forked in the block would wait for the lock forever.
+        with no_fork(), self._lock:
             self._stream.seek(offset)
             return self._stream.read(size)
 
@@ -206,7 +206,7 @@ class OpenShard:
         try:
             with open_file(f"{self._directory}/{INDEX}") as file:
                 data = file.readall()
-        except os_error() as exn:
+        except system_error() as exn:
             logger.debug("%s has no %s: %s", self._directory, INDEX, exn)
             return False
         if len(data) < 4 or data[-4:] != self._checksum(memoryview(data)[:-4]):
@@ -248,9 +248,9 @@ class OpenShard:
         if self._is_local:
             try:
                 return find_samples(self._pread, self.size)
-            except os_error() as exn:
+            except system_error() as exn:
                 self._lose(exn)
-        with undivided(), self._lock:
+        with no_fork(), self._lock:
             self._stream.seek(0)
             return find_samples(self._read_on, sys.maxsize)
 
@@ -266,7 +266,7 @@ class OpenShard:
         store = self._cache.process.tier_of(self._path).store
         try:
             store.layout.write(Path(self._directory, INDEX), record + self._checksum(record))
-        except (os_error(), ConfigError) as exn:  # the disk is full, read-only or unmounted
+        except (system_error(), ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 
 
@@ -301,7 +301,7 @@ def count_samples(
             opened = OpenShard(cache, shard)
             opened.warn()
             return len(opened), opened.size
-        except (ShardCacheError, os_error()) as exn:
+        except (ShardCacheError, system_error()) as exn:
             return exn
 
     waiting = deque(enumerate(shards))

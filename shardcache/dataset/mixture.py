@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardcache.dataset.dataset import Batch, SampleIndex, item
-from shardcache.dataset.order import WHOLE, whole
+from shardcache.dataset.order import WHOLE, checked_int
 from shardcache.errors import ConfigError
 from shardcache.units import counted
 
@@ -56,7 +56,7 @@ class Mixture:
                 "Mixture({'web': (web, 0.7), 'books': (books, 0.3)}, samples=1_000_000)."
             )
         self.parts = {name: data for name, (data, _) in parts.items()}
-        self.samples = whole("samples", samples, 1)
+        self.samples = checked_int("samples", samples, 1)
         (self.cache,) = caches
         weights = {
             name: dict(weight) if isinstance(weight, Mapping) else {0: weight}

@@ -56,7 +56,9 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 _MASK = (1 << 64) - 1
 
 
-def whole(name: str, value: Any, least: float = -math.inf, most: float = (1 << 63) - 1) -> int:
+def checked_int(
+    name: str, value: Any, least: float = -math.inf, most: float = (1 << 63) - 1
+) -> int:
     """Return an integer of any type as an int. Raise ConfigError for another value."""
     with contextlib.suppress(TypeError):
         number = operator.index(value)

@@ -42,10 +42,10 @@ from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards
 
 from shardcache import wds
 from shardcache.dataset.index import OpenShard
-from shardcache.dataset.order import whole
+from shardcache.dataset.order import checked_int
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.ranks import detect
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.reading.stream import ShardStream, open_shard
@@ -202,7 +202,7 @@ class _Run:
         """Return the position in a state. Raises ConfigError for a field that is not valid."""
 
         def number(name: str, *most: float) -> int:
-            return whole(f"state[{name!r}]", state.get(name), 0, *most)
+            return checked_int(f"state[{name!r}]", state.get(name), 0, *most)
 
         counts, ended = str(state.get("counts")), state.get("ended")
         if not _COUNTS(counts) or ended not in ("", "shards", "samples"):
@@ -358,7 +358,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
-        if (epoch := whole("epoch", epoch, 0)) != self.epoch:
+        if (epoch := checked_int("epoch", epoch, 0)) != self.epoch:
             self._record.add("set", epoch)
             self._run = self._tracked = None
 
@@ -395,10 +395,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         workers = _workers_of(state) if isinstance(state, Mapping) else [None]
         if not all(isinstance(each, Mapping) for each in workers):
             raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
-        epoch = whole("state['epoch']", state.get("epoch"), 0)
+        epoch = checked_int("state['epoch']", state.get("epoch"), 0)
         for each in workers:
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
-            whole("state['epoch'] of a worker", _Run.of(each).epoch, epoch, epoch)
+            checked_int("state['epoch'] of a worker", _Run.of(each).epoch, epoch, epoch)
         self._seed = workers[-1]["seed"] if workers else self._seed
         self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
         self._load = -1 if get_worker_info() else self._record.add("load", epoch).loads
@@ -734,11 +734,11 @@ class _Shards:
             if isinstance(stream.raw, ShardStream):
                 stream.raw.wait(whole=True)
             stream.fileno()
-        except (ShardCacheError, UnsupportedOperation, os_error()):
+        except (ShardCacheError, UnsupportedOperation, system_error()):
             return None  # it is not stored, or a read raises the same error
         try:
             return OpenShard(self._cache, shard, stream)
-        except (ShardCacheError, os_error()):  # it is compressed or incomplete
+        except (ShardCacheError, system_error()):  # it is compressed or incomplete
             source["stream"] = open_shard(self._cache.process, shard)
             return None
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardcache.dataset.dataset import Batch, SampleIndex
 from shardcache.dataset.mixture import Mixture
-from shardcache.dataset.order import VERSION, Epoch, MixedOrder, Order, whole
+from shardcache.dataset.order import VERSION, Epoch, MixedOrder, Order, checked_int
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring
 from shardcache.ranks import detect, torch_store, world_size
@@ -102,8 +102,8 @@ class ShardBatchSampler(Sampler[list[int]]):
                 "To use a part of the data, pass data.select(indices)."
             )
         self.data, self.drop_last = data, drop_last
-        self.global_batch = whole("global_batch", global_batch, 1)
-        self._seed = seed = whole("seed", seed, most=math.inf)
+        self.global_batch = checked_int("global_batch", global_batch, 1)
+        self._seed = seed = checked_int("seed", seed, most=math.inf)
         self._given: dict[str, Any] = {"seed": seed, "lanes": lanes, "shuffle": shuffle}
         self._place = rank, world_size  # as the user passed them
         self._arrange(lanes, shuffle)
@@ -139,7 +139,7 @@ class ShardBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if it is the unfinished one."""
-        if (epoch := whole("epoch", epoch, 0)) != self._start[0]:
+        if (epoch := checked_int("epoch", epoch, 0)) != self._start[0]:
             self._start = epoch, 0
         if epoch != self._taken[0]:
             self._taken = self._start
@@ -172,7 +172,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         epoch, taken = self._taken
         if batch is not None:
             start = taken % self.share
-            taken = start + whole("batch", batch, 0, self._batches(start)) * self.share
+            taken = start + checked_int("batch", batch, 0, self._batches(start)) * self.share
         return self._state(*((epoch, taken) if self._batches(taken) else (epoch + 1, 0)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class ShardBatchSampler(Sampler[list[int]]):
             raise ConfigError(f"{state!r:.80} is not a state, which is a dict.")
 
         def saved(name: str, *limits: int) -> int:
-            return whole(f"the state's {name}", state.get(name), *limits)
+            return checked_int(f"the state's {name}", state.get(name), *limits)
 
         for name, own in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
             if isinstance(found := state.get(name), bool | float):  # may equal a number
@@ -246,8 +246,8 @@ class ShardBatchSampler(Sampler[list[int]]):
     def _ranks(self) -> tuple[int, int]:
         """Return the rank and the world size, which the user gave or which this process has."""
         rank, world = self._place
-        world = whole("world_size", world_size() if world is None else world, 1)
-        return whole("rank", own_rank() if rank is None else rank, 0, world - 1), world
+        world = checked_int("world_size", world_size() if world is None else world, 1)
+        return checked_int("rank", own_rank() if rank is None else rank, 0, world - 1), world
 
     def _arrange(self, lanes: int | None, shuffle: int | None) -> None:
         """Make the order, if it fits the batch and the ranks."""
@@ -259,9 +259,9 @@ class ShardBatchSampler(Sampler[list[int]]):
             text = "the launcher does not state the number of nodes, so each node may download all "
             logger.warning(text + "shards. If there are several, pass lanes=NODES.")
         parts = self._nodes if shuffle != 0 else 1
-        lanes = whole("lanes", parts if lanes is None else lanes, 1)
+        lanes = checked_int("lanes", parts if lanes is None else lanes, 1)
         mixed = max(_MIXED_PER_LANE, -(-_MIXED // lanes))
-        shuffle = whole("shuffle", mixed if shuffle is None else shuffle, 0)
+        shuffle = checked_int("shuffle", mixed if shuffle is None else shuffle, 0)
         unit = math.lcm(lanes, world)
         if size % unit:
             raise ConfigError(

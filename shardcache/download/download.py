@@ -147,7 +147,7 @@ class Download:
             response, self._response = self._response, None
             return response
 
-    def attend(self) -> bool:
+    def promote(self) -> bool:
         """Turn a download ahead into one that a reader waits for.
 
         Returns False if the reader must open the shard again. It must not if an error of the origin

@@ -25,7 +25,7 @@ from shardcache.config import __version__
 from shardcache.download.download import PASSING, Download
 from shardcache.download.transfer import CopyError, Resources, Transfer
 from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError, TransferError
-from shardcache.faults import FULL, ignoring, is_local_error, os_error
+from shardcache.faults import FULL, ignoring, is_local_error, system_error
 from shardcache.files import is_directory, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
@@ -358,7 +358,7 @@ class Worker:
             with tier.space.reserved(shard, 0, tier.space.policy):
                 if tier.store.link(other, other.entry.metadata(), shard.basename):
                     opened = directories.lookup(shard, outdated)
-        except (DamagedError, os_error()) as exn:  # full or read-only, or it was evicted
+        except (DamagedError, system_error()) as exn:  # full or read-only, or it was evicted
             logger.info("%s: not linked, but read where it is: %s", shard, exn)
         if opened is None:
             return other
@@ -428,7 +428,7 @@ class Worker:
                 with tier.space.reserved(shard, info.size, policy):
                     self._tier = tier
                     return Partial.create(tier.store.layout, metadata, shard.basename, source)
-            except os_error() as exn:  # CacheFullError is a subclass
+            except system_error() as exn:  # CacheFullError is a subclass
                 if not choices:
                     raise
                 logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)

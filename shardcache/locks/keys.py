@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache import clock, files
-from shardcache.faults import FULL, ignoring, os_error
+from shardcache.faults import FULL, ignoring, system_error
 from shardcache.layout import Layout, is_key, is_lease_name, is_lock_name
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def read_holder(path: Path) -> Holder | None:
     """Return the record in a file, or None if the file or the record is missing or damaged."""
     try:
         return Holder.decode(files.read_file(path))
-    except os_error():
+    except system_error():
         return None
 
 
@@ -114,7 +114,7 @@ class KeyLock:
                     raise
                 time.sleep(_MODE_PAUSE)
                 continue
-            except os_error() as exn:
+            except system_error() as exn:
                 if exn.errno in FULL:
                     break
                 raise
@@ -196,7 +196,7 @@ class KeyLease:
                 elif now - self._since >= self._seconds:
                     lease.force_break()
             return False
-        except (os_error(), ValueError) as exn:  # ValueError: the lease has another duration
+        except (system_error(), ValueError) as exn:  # ValueError: the lease has another duration
             if isinstance(exn, OSError) and exn.errno in _REFUSALS:
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)

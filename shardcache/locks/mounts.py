@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardcache.config import Config
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.files import IDLE_GRACE, PRIVATE, Modes
 from shardcache.layout import Layout, read_manifest
 
@@ -56,7 +56,7 @@ def read_mounts() -> list[Mount]:
     try:
         # surrogateescape, because the name of a mount point may contain any bytes.
         table = _MOUNTINFO.read_text("utf-8", "surrogateescape")
-    except os_error():
+    except system_error():
         return []
     mounts = []
     for line in table.splitlines():
@@ -113,7 +113,7 @@ def node_directory(identity: str, modes: Modes = PRIVATE) -> Path | None:
         try:
             modes.make_directory(directory, levels=0)
             status = directory.lstat()
-        except os_error():
+        except system_error():
             continue
         # Every user may write to the parent, so another user may have created the directory.
         closed = not status.st_mode & 0o777 & ~modes.directory

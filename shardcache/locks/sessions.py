@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardcache import clock, files
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import ignoring, system_error
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLock, read_holder
 
@@ -49,7 +49,7 @@ class Session:
                 if self._lock.try_acquire(holder):
                     break
             os.utime(self.path, (started, started))
-        except os_error() as exn:
+        except system_error() as exn:
             # Nothing can be evicted from a cache that is not writable, so no session is needed.
             logger.debug("%s was not made: %s", self.path, exn)
 
@@ -86,7 +86,7 @@ def leave_note(layout: Layout, name: str) -> bool:
         os.utime(note, (now, now))
     except FileExistsError:
         return False
-    except os_error() as exn:
+    except system_error() as exn:
         logger.debug("%s was not made: %s", note, exn)
     return True
 
@@ -114,7 +114,7 @@ def _live_since(path: Path) -> float | None:
             if not free:
                 return path.lstat().st_mtime
             path.unlink()
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno not in files.NOT_DATA | files.GONE | {errno.EROFS, errno.EACCES, errno.EPERM}:
             raise
     return None

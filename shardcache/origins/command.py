@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.urls import ShardURL
 
@@ -34,7 +34,7 @@ class PipeOrigin(Origin):
         """Start the command, whose whole output is returned, without regard to the range."""
         try:
             return PipeBody(shard.raw.partition(":")[2], self._timeout)
-        except os_error() as exn:  # not a disk fault: bypassing the cache would not help
+        except system_error() as exn:  # not a disk fault: bypassing the cache would not help
             raise TransientError(f"the command cannot be started: {exn.strerror}") from None
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
@@ -71,7 +71,7 @@ class PipeBody:
             if not poller.poll(self._timeout * 1000):
                 raise TransientError(f"no data for {self._timeout:g} s", timed_out=True)
             count = os.readv(self._output.fileno(), [buffer])
-        except (ValueError, os_error()) as exn:
+        except (ValueError, system_error()) as exn:
             if isinstance(exn, ValueError) and not self._output.closed:  # of a signal handler
                 raise
             raise TransientError(f"reading the command's output failed: {exn}") from exn

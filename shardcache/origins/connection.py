@@ -33,7 +33,7 @@ from urllib.parse import unquote, urlsplit
 from httptools import HttpParserError, HttpResponseParser
 
 from shardcache import clock, threads
-from shardcache.faults import is_local_error, os_error
+from shardcache.faults import is_local_error, system_error
 from shardcache.origins.base import ObjectInfo, TransientError, failure, receive
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def connect(host: str, port: int, timeout: float, failures: dict[_Address, float
         family, place = address
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
-        except os_error() as exn:
+        except system_error() as exn:
             if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
                 raise
             failed[address] = exn
@@ -407,7 +407,7 @@ class Response:
             if count == 0 and self._left is not None:
                 text = f"the origin stopped {self._left} bytes before the end"
                 raise failure(ConnectionError, text)
-        except os_error() as exn:
+        except system_error() as exn:
             reason = "the read was cancelled" if self._aborted else f"the connection broke: {exn}"
             raise TransientError(reason, timed_out=isinstance(exn, TimeoutError)) from exn
         if self._left is not None:

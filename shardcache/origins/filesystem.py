@@ -22,7 +22,7 @@ from shardcache import threads
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.origins.aws import chain_error, s3fs_options
 from shardcache.origins.base import ObjectInfo, Origin, TransientError, compare_version, refusal
-from shardcache.threads import Results, undivided
+from shardcache.threads import Results, no_fork
 from shardcache.urls import ShardURL, quoted, redact
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def _skip_google_metadata() -> None:
 
 def s3fs_origin(reason: str, options: Mapping[str, Any], timeout: float) -> FsspecOrigin:
     """Return the origin of an S3 bucket that only s3fs can read; ``reason`` says why."""
-    with undivided():  # a fork must not copy the locks of an import
+    with no_fork():  # a fork must not copy the locks of an import
         options = s3fs_options(options)
     logger.info("%s: reading through s3fs, which is slower", reason)
     # The SDK below s3fs also makes one attempt, because `retry` makes the others.

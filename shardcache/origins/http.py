@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.origins.base import (
     Checksum,
     ObjectInfo,
@@ -293,7 +293,7 @@ class WebOrigin(Origin):
             response = self.transport.request(
                 method, server, quote(path, safe=_SAFE), {**HEADERS, **own, **headers}, secrets
             )
-        except (MalformedError, os_error()) as exn:
+        except (MalformedError, system_error()) as exn:
             where = f"{name}{self.transport.via(server)}{route.after}"
             error = unanswered(exn, shard, where, secrets)
         if error is not None:

@@ -49,7 +49,7 @@ from shardcache.origins.base import (
     refusal,
 )
 from shardcache.origins.connection import MalformedError, Response, Transport, split_url
-from shardcache.threads import undivided
+from shardcache.threads import no_fork
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL, is_signed, quoted, redact, secret_forms
 
@@ -168,7 +168,7 @@ class S3Origin(Origin):
         """Return the store. The first call determines its settings, or raises ConfigError."""
         with self._guard:
             if self._store is None:
-                with undivided():  # a fork must not copy the locks of an import
+                with no_fork():  # a fork must not copy the locks of an import
                     endpoint = s3_endpoint(self._options) or ""
                     settings = sorted(item for item in os.environ.items() if "AWS_" in item[0])
                     key = repr((self._options, endpoint, settings, aws_files()))
@@ -213,7 +213,7 @@ class S3Origin(Origin):
                     # not wait for each other if the chain works.
                     with one_at_a_time() if self._chain_failed else contextlib.nullcontext():
                         self._chain_failed = True
-                        with undivided():  # a fork must not copy the locks of a TLS handshake
+                        with no_fork():  # a fork must not copy the locks of a TLS handshake
                             self._credentials = (
                                 written_keys(self._options)
                                 or session(self._options).get_credentials()
@@ -224,7 +224,7 @@ class S3Origin(Origin):
                             raise NoCredentialsError
                     self._chain_failed = False
                 credentials = self._credentials
-            with undivided():  # as above: this call may renew the credentials
+            with no_fork():  # as above: this call may renew the credentials
                 keys = credentials.get_frozen_credentials()
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
             raise chain_error(exn, shard, self._profile, worked=store.worked) from None

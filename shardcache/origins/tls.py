@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardcache.errors import ConfigError
 from shardcache.origins.base import failure, receive
-from shardcache.threads import undivided
+from shardcache.threads import no_fork
 
 #: Bytes of ciphertext to receive at once. They fit into a processor's second-level cache.
 _CIPHERTEXT = 256 * 1024
@@ -42,7 +42,7 @@ class TLSStream:
         self._socket = sock
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._buffer = memoryview(bytearray(_CIPHERTEXT))
-        with undivided():  # a fork must not copy OpenSSL's locks
+        with no_fork():  # a fork must not copy OpenSSL's locks
             wrap = context(trusted).wrap_bio
             self._object = wrap(self._received, self._to_send, server_hostname=host)
 
@@ -51,7 +51,7 @@ class TLSStream:
         end = time.monotonic() + timeout
         while True:
             try:
-                with undivided():
+                with no_fork():
                     self._object.do_handshake()
                 return
             except ssl.SSLWantReadError:
@@ -81,7 +81,7 @@ class TLSStream:
         read: Callable[[int, memoryview], int] = self._object.read  # type: ignore[assignment]
         # The first bytes of a connection, never read with MSG_WAITALL, bring the session tickets,
         # for which OpenSSL takes locks.
-        reading = contextlib.nullcontext() if flags else undivided()
+        reading = contextlib.nullcontext() if flags else no_fork()
         while got < length:
             try:
                 with reading:
@@ -130,7 +130,7 @@ def context(trusted: str | bool | None) -> ssl.SSLContext:
     a system takes long. Raises ConfigError if a file of certificates cannot be read.
     """
     # A fork must copy neither OpenSSL's locks nor this one.
-    with undivided(), _guard:
+    with no_fork(), _guard:
         bundles = (f"{program}_CA_BUNDLE" for program in ("AWS", "REQUESTS", "CURL"))
         return _context(trusted, *map(os.environ.get, (*bundles, "SSL_CERT_FILE", "SSL_CERT_DIR")))
 

@@ -19,7 +19,7 @@ from shardcache.cache import default_cache
 from shardcache.download.download import Progress
 from shardcache.download.worker import evict_outdated, unlike
 from shardcache.errors import ConfigError, FetchCancelledError, ShardCacheError, ShardNotFoundError
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.files import open_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, is_pattern, refuse_local, spec_list
@@ -167,7 +167,7 @@ def make_plan(
     cached = {entry.key: entry for entry in current}
     missing = [s for s in shards if s.key not in cached and s.key not in errors]
     sizes: Mapping[str, int] = {} if options.get("check") or not missing else listing.sizes(missing)
-    allocated = process.home.space.allocated
+    allocated = process.last_tier.space.allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = sum(on_disk.values())
     rooms, resumable = dict[Tier, int](), 0
@@ -185,7 +185,7 @@ def make_plan(
     for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._reserve`
         unwanted = [e for e in entries if e.key not in wanted and tier.owns(e.directory)]
         policy = tier.space.policy
-        policy = policy if tier is process.home else policy._replace(keeps_used=True)
+        policy = policy if tier is process.last_tier else policy._replace(keeps_used=True)
         planned = tier.space.plan(unwanted, Limits(free_needed=lacking - min(0, room)), policy)
         evict, lacking = evict + planned.freed, min(lacking, planned.missing)
     results, left = dict[str, ShardResult](), needed - lacking
@@ -235,7 +235,7 @@ def _compare(
         with open_file(source) as file:
             is_object = identify(file.fileno(), info)
             return frozenset() if is_object else unlike(shard, source, info)
-    except (ShardCacheError, os_error()) as exn:
+    except (ShardCacheError, system_error()) as exn:
         return exn
 
 

@@ -34,7 +34,7 @@ from shardcache.errors import (
     ShardCacheError,
     TransferError,
 )
-from shardcache.faults import ignoring, is_local_error, os_error
+from shardcache.faults import ignoring, is_local_error, system_error
 from shardcache.origins.listing import Listing, spec_list
 from shardcache.prewarm.plan import confirm, make_plan, outcome_of, wanted_shards
 from shardcache.prewarm.results import (
@@ -199,7 +199,7 @@ def _make_directory(cache: Cache) -> None:
             is_frozen = os.statvfs(cache.dir).f_flag & os.ST_RDONLY
             number = errno.EROFS if is_frozen else errno.EACCES
             raise OSError(number, os.strerror(number))
-    except os_error() as exn:
+    except system_error() as exn:
         if is_full(exn) or isinstance(exn, ShardCacheError):
             raise
         raise unusable(cache.dir, exn) from exn

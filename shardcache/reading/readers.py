@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from shardcache import clock
 from shardcache.download.download import Download, State
 from shardcache.errors import IntegrityError, ShardCacheError, TransferError
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.origins.base import (
     Body,
     ObjectInfo,
@@ -74,9 +74,9 @@ class DownloadReader:
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download, self._has_started = cache.start_download(shard, finish=finish, ahead=ahead)
 
-    def attend(self) -> bool:
+    def promote(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
-        return self._download.pid != os.getpid() or self._download.attend()
+        return self._download.pid != os.getpid() or self._download.promote()
 
     @property
     def outcome(self) -> str:
@@ -294,7 +294,7 @@ class OriginReader:
                         f"are of the old version ({self._version}). Read the shard again.",
                         url=str(self._shard),
                     ) from exn
-            except (ShardCacheError, os_error()) as exn:
+            except (ShardCacheError, system_error()) as exn:
                 if not self._origin.upstream:
                     raise
                 self._origin.failed(exn)

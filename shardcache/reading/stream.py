@@ -48,7 +48,7 @@ from shardcache.faults import (
     ignoring,
     is_disk_fault,
     is_local_error,
-    os_error,
+    system_error,
 )
 from shardcache.files import is_file
 from shardcache.process import ProcessCache
@@ -106,7 +106,7 @@ def open_shard(
     if shard.scheme == "file" and cache.is_in_place(shard):
         return _open_in_place(shard)
     started = clock.monotonic()
-    if isinstance(ahead, DownloadReader) and not ahead.attend():
+    if isinstance(ahead, DownloadReader) and not ahead.promote():
         ahead.close()
         ahead = None
     opened = ahead if isinstance(ahead, Opened) else None
@@ -118,10 +118,10 @@ def open_shard(
             else:  # hot path: keep the number of calls small
                 try:
                     opened = directories.open(shard.key, shard.basename)
-                except (DamagedError, os_error()):
+                except (DamagedError, system_error()):
                     opened = cache.lookup(shard)
         reader = opened or ahead or DownloadReader(cache, shard, finish=finish)
-    except (ShardCacheError, os_error()) as exn:
+    except (ShardCacheError, system_error()) as exn:
         return _buffered(cache, shard, _bypass(cache, shard, exn))
     if opened is None:
         return _buffered(cache, shard, reader, whole=whole)
@@ -294,7 +294,7 @@ class ShardStream(io.RawIOBase):
             reader = self._reader
             try:
                 count = reader.readinto(buffer, self._position)
-            except (ShardCacheError, os_error()) as exn:
+            except (ShardCacheError, system_error()) as exn:
                 self._replace(exn)
             else:
                 if count is not None:
@@ -314,7 +314,7 @@ class ShardStream(io.RawIOBase):
             left = max(0, reader.size - self._position)  # in one system call, if less than 2 GiB
             try:
                 data = os.pread(reader.file.fileno(), left, self._position)
-            except os_error() as exn:
+            except system_error() as exn:
                 self._replace(exn)
             else:
                 self._version_fixed = self._version_fixed or bool(data)
@@ -371,7 +371,7 @@ class ShardStream(io.RawIOBase):
         """Wait a moment for the download, and switch to its entry once that is published."""
         try:
             entry = reader.advance(self._position)
-        except (ShardCacheError, os_error()) as exn:
+        except (ShardCacheError, system_error()) as exn:
             self._replace(exn)
         else:
             if entry is not None:
@@ -389,7 +389,7 @@ class ShardStream(io.RawIOBase):
                 self._use(_bypass(cache, shard, fault, failed, self._position, version))
             else:
                 raise fault  # nothing can replace the origin
-        except (ShardCacheError, os_error()) as exn:
+        except (ShardCacheError, system_error()) as exn:
             self._error = exn
             self._reader.close()
             raise
@@ -410,7 +410,7 @@ class ShardStream(io.RawIOBase):
                 # released. If the path names another file now, ours was already replaced.
                 if is_locked and is_file(opened.path, opened.file.fileno()):
                     set_aside(entry.path, f"{shard}: {fault.strerror}")
-        except os_error() as exn:
+        except system_error() as exn:
             logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
         if cache.config.strict:
             raise fault

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.errors import CacheFullError, LockTimeoutError
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import ignoring, system_error
 from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
@@ -404,7 +404,7 @@ class Space:
             with open_exclusive(path, flags, self.node.modes) as file:
                 data = json.dumps([clock.boot_id(), *values]).encode()
                 os.pwrite(file.fileno(), data.ljust(_RECORD), 0)
-        except os_error() as exn:  # the disk is full or read-only
+        except system_error() as exn:  # the disk is full or read-only
             logger.debug("%s: %s", path, exn)
             with ignoring(OSError):
                 path.unlink()
@@ -510,7 +510,7 @@ class Space:
         eviction.remove_expired(self.node, now)
         try:
             database.expire(self.node, now)
-        except os_error() as exn:
+        except system_error() as exn:
             logger.info("old statistics were not merged: %s", exn)
         freed = sum(removal.size for removal in gone)
         kept_bytes = planned.kept_bytes + planned.freed - freed

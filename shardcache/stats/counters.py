@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty
 
 from shardcache import clock, threads
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks, run_of_this_process
 from shardcache.stats import database
@@ -169,7 +169,7 @@ class Counters:
             if self._where and (row := counted - self._written) and self._allowed():
                 database.add(self._where(), self._rank, clock.time(), row, patience)
                 self._written = counted
-        except os_error() as exn:
+        except system_error() as exn:
             logger.debug("the counts could not be written yet: %s", exn)
         finally:
             try:  # noqa: SIM105 - a signal handler could raise before `suppress` does anything

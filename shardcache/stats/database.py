@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache.files import check_own, write_new
 from shardcache.layout import Layout
-from shardcache.threads import undivided
+from shardcache.threads import no_fork
 
 if TYPE_CHECKING:
     import sqlite3
@@ -116,7 +116,7 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
         raise PermissionError(errno.EPERM, "the cache belongs to another user", str(layout.base))
     if repair and not path.exists():
         # Not by a link, because the file must not have a second name at any moment: see below.
-        with undivided(), contextlib.suppress(FileExistsError):  # another process created it
+        with no_fork(), contextlib.suppress(FileExistsError):  # another process created it
             write_new(path, b"", layout.modes.file)
     for suffix in ("", "-journal", "-wal"):  # SQLite would follow links and wait for pipes
         name = path.with_name(path.name + suffix)
@@ -127,7 +127,7 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
         is_empty = not path.exists() or path.stat().st_size == 0
         uri = ":memory:" if is_empty and not repair else f"{path.absolute().as_uri()}?mode=rw"
         with (
-            undivided(),
+            no_fork(),
             contextlib.closing(
                 sqlite3.connect(uri, timeout=busy, isolation_level="IMMEDIATE", uri=True)
             ) as db,

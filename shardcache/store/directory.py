@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shardcache import files
 from shardcache.errors import ConfigError
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import ignoring, system_error
 from shardcache.layout import META, PROGRESS, evicted, is_side_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.urls import parse_url
@@ -52,7 +52,7 @@ def readable(directory: str = "") -> Iterator[None]:
         yield
     except DamagedError as exn:
         raise DamagedError(str(exn), directory) from exn.__cause__
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno not in _UNREADABLE:
             raise
         raise DamagedError(f"it cannot be read ({exn.strerror})", directory) from exn
@@ -169,7 +169,7 @@ def hide(directory: Path) -> Path | None:
     hidden = evicted(directory)
     try:
         return directory.rename(hidden)
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno in _IMMOVABLE:
             return None
         if exn.errno != errno.EXDEV:
@@ -210,7 +210,7 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
         names = ", ".join(map(repr, sorted(foreign)[:3])) + (", ..." if foreign[3:] else "")
         text = "%s stays, because it holds files that shardcache did not write (%s); move them away"
         logger.warning(text, kept, names)
-    except os_error() as exn:  # the directory is gone, or the disk fails
+    except system_error() as exn:  # the directory is gone, or the disk fails
         logger.debug("%s is not removed: %s", directory, exn)
 
 
@@ -238,7 +238,7 @@ def _remove_name(name: str, fd: int) -> bool:
             os.unlink(name, dir_fd=fd)
         except IsADirectoryError:
             os.rmdir(name, dir_fd=fd)
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
             raise
         return exn.errno == errno.ENOENT

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardcache import files
 from shardcache.clock import boot_id
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import ignoring, system_error
 from shardcache.layout import META, REPLACED, Layout, is_key, parse_entry_name
 from shardcache.store.digest import file_digest
 from shardcache.store.directory import (
@@ -84,7 +84,7 @@ class Entry(NamedTuple):
         """Read the sidecar. Raises OSError if the entry is gone, and DamagedError."""
         try:
             data = files.read_file(f"{self.directory}/{META}")
-        except os_error() as exn:
+        except system_error() as exn:
             if isinstance(exn, FileNotFoundError) and files.is_directory(self.directory):
                 raise DamagedError("it has no sidecar") from exn
             with readable():  # only after an error, because it costs time in each open
@@ -110,7 +110,7 @@ class Entry(NamedTuple):
         try:
             with contextlib.suppress(FileExistsError):
                 os.link(self.data, f"{self.directory}/{name}")
-        except (DamagedError, os_error()) as exn:
+        except (DamagedError, system_error()) as exn:
             logger.info("%s cannot be marked as %s: %s", self.path.name, name, exn)
             return False
         return True
@@ -128,7 +128,7 @@ class Entry(NamedTuple):
 def _last_use(directory: Path | str) -> float:
     try:
         return os.lstat(f"{directory}/{META}").st_mtime
-    except os_error():
+    except system_error():
         return 0.0  # so that an entry without a sidecar is evicted first
 
 
@@ -138,7 +138,7 @@ def _stored(directory: str) -> int:
             return sys.maxsize
         status = os.lstat(data)
         return 1 if is_marked(directory, status) else status.st_mtime_ns
-    except os_error():
+    except system_error():
         return 0  # evicted since the listing
 
 
@@ -207,7 +207,7 @@ class Opened:
         """Close the file, so that the entry may be evicted."""
         try:
             self.file.close()
-        except os_error() as exn:  # the file was only read, and is closed nevertheless
+        except system_error() as exn:  # the file was only read, and is closed nevertheless
             logger.debug("%s: %s", self.path, exn)
 
 
@@ -219,7 +219,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
     try:
         # Hot path: keep the number of calls small.
         file = files.owned(os.open, (path,), (os.O_RDONLY | files.SAFELY,))
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno in files.GONE:
             return None
         raise
@@ -269,7 +269,7 @@ class Store:
                     if opened.status.st_nlink == 1 or not is_marked(known[0], opened.status):
                         return opened
                     opened.close()
-            except (DamagedError, os_error()) as exn:  # raised again below, unless it is gone
+            except (DamagedError, system_error()) as exn:  # raised again below, unless it is gone
                 logger.debug("%s: %s", key, exn)
             self._known.pop(key, None)
         for directory, size in versions(self.layout, key):
@@ -292,7 +292,7 @@ class Store:
                     self._check(directory, opened.file.fileno())
                 elif files.is_directory(directory):  # if evicted, it would have none either
                     raise DamagedError("its data file is missing")
-        except (DamagedError, os_error()):
+        except (DamagedError, system_error()):
             if opened is not None:
                 opened.close()
             raise
@@ -317,7 +317,7 @@ class Store:
             return False
         try:
             status, boot = os.lstat(f"{entry.directory}/{basename}"), entry.metadata().boot
-        except (DamagedError, os_error()):
+        except (DamagedError, system_error()):
             return False
         is_data = stat.S_ISREG(status.st_mode) and status.st_size == entry.size
         is_replaced = is_marked(entry.directory, status)
@@ -365,7 +365,7 @@ class Store:
             except FileNotFoundError as exn:  # the key's directory was removed with its last entry
                 if not partial.path.exists():
                     raise LostError(f"{partial.path.name} was taken over") from exn
-            except os_error() as exn:
+            except system_error() as exn:
                 if exn.errno not in _TAKEN:
                     raise
                 try:
@@ -429,7 +429,7 @@ class Store:
             files.write_new(staging / META, metadata.encode(), modes.file)
             modes.make_directory(entry.parent, levels=2)
             staging.rename(entry)
-        except os_error() as exn:
+        except system_error() as exn:
             remove_directory(staging, basename)
             if exn.errno in _TAKEN:
                 return True

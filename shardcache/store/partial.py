@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardcache import files
-from shardcache.faults import ignoring, os_error
+from shardcache.faults import ignoring, system_error
 from shardcache.layout import META, PROGRESS, Layout, is_evicted_name, parse_partial_name
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
@@ -94,7 +94,7 @@ def read_journal(path: Path) -> Journal | None:
     try:
         data = files.read_file(path / PROGRESS, _MAX_JOURNAL)
         metadata, records_at, _ = _parse(path, data)
-    except (os_error(), DamagedError):
+    except (system_error(), DamagedError):
         return None
     return Journal(metadata, sum(min(length, BLOCK) for _, length in _records(data[records_at:])))
 
@@ -236,7 +236,7 @@ class Partial:
                 parts = file, journal, records_at, data[records_at:], False
                 partial = cls(claimed / basename, metadata, *parts)
                 partial._write_header()
-            except (os_error(), DamagedError) as exn:
+            except (system_error(), DamagedError) as exn:
                 if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:
                     raise
                 remove_directory(claimed, basename)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
-from shardcache.faults import FULL, ignoring, os_error
+from shardcache.faults import FULL, ignoring, system_error
 from shardcache.files import Modes, list_names, locked, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
@@ -92,7 +92,7 @@ def check_usable(config: Config) -> None:
             raise ConfigError(f"{path} is not a directory. {advice}")
         if path == root:
             check_root(config)
-    except os_error() as exn:
+    except system_error() as exn:
         raise unusable(root, exn) from exn
     if not (is_cache(root) or os.access(path, os.W_OK | os.X_OK)):
         is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
@@ -136,7 +136,7 @@ def is_cache(root: Path) -> bool:
     """Return whether ``root`` has a manifest and no links, so that files in it may be removed."""
     try:
         manifest = (root / MANIFEST).lstat()
-    except os_error():
+    except system_error():
         return False
     return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None
 

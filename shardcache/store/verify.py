@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from shardcache.archive import archive_problem
-from shardcache.faults import os_error
+from shardcache.faults import system_error
 from shardcache.files import GONE
 from shardcache.store.digest import block_digest, read_blocks, tree_digest
 from shardcache.store.directory import DamagedError, readable
@@ -151,7 +151,7 @@ def _check(
                 return []  # a new entry has replaced it
             finding = Finding(entry, url, EntryState.DAMAGED, str(exn))
             return [_set_aside(finding, before, locked) if locked else finding]
-    except os_error() as exn:
+    except system_error() as exn:
         if exn.errno in GONE:
             return []
         return [Finding(entry, None, EntryState.UNCHECKED, exn.strerror or str(exn))]
@@ -167,6 +167,6 @@ def _set_aside(finding: Finding, before: os.stat_result, locked: _Locked) -> Fin
             if is_locked and os.path.samestat(path.lstat(), before):
                 set_aside(path, f"found by verify: {finding.reason}")
                 return replace(finding, set_aside=True)
-    except os_error() as exn:
+    except system_error() as exn:
         return replace(finding, reason=f"{finding.reason}; not set aside: {exn.strerror or exn}")
     return finding

@@ -109,7 +109,7 @@ def cache(make_cache, origin):
 def others(cache, count=NODE):
     """Register as many other downloaders on the node."""
     with contextlib.ExitStack() as stack:
-        for each in [Downloaders(lambda: cache.process.home.node) for _ in range(count)]:
+        for each in [Downloaders(lambda: cache.process.last_tier.node) for _ in range(count)]:
             each.join()
             stack.callback(each.leave)
         yield

@@ -208,7 +208,7 @@ def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatc
     cache = make_cache(isolation="job")
     assert read(cache) == DATA  # by a link
     assert "was damaged and is downloaded again" in caplog.text
-    [aside] = os.listdir(cache.process.home.store.layout.partial)
+    [aside] = os.listdir(cache.process.last_tier.store.layout.partial)
     assert aside.startswith("evict.") and origin.fetches == 2
 
 

@@ -119,7 +119,7 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
     started, end = threading.Event(), threading.Event()
 
     def work():
-        with threads.undivided():
+        with threads.no_fork():
             started.set()
             end.wait(PATIENCE)
 
@@ -158,14 +158,14 @@ def test_a_fork_does_not_wait_for_the_server_in_a_handshake(make_cache, monkeypa
 
 FORK = """
 import os, sys, threading, time
-from shardcache.threads import start, undivided
+from shardcache.threads import start, no_fork
 if "late" in sys.argv:
     start(lambda: None, "first").join()
 import filelock
 started, done = threading.Event(), []
 def prepare():
-    with undivided():
-        with undivided():
+    with no_fork():
+        with no_fork():
             started.set()
         time.sleep(0.2)
         from shardcache.files import PRIVATE, open_exclusive

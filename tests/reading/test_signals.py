@@ -209,7 +209,7 @@ def starting_a_thread(cache, url, pool):
 
 def undivided_work(cache, url, pool):
     def work():
-        with threads.undivided(), threads.undivided():
+        with threads.no_fork(), threads.no_fork():
             pass
 
     def fork():

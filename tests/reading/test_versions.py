@@ -198,7 +198,7 @@ def test_a_replaced_version_with_other_names_does_not_come_back(
         refresh(cache)
         for requests in (1, 2):
             assert read(cache) == NEW and len(origin.requests) == requests
-            assert cache.process.home.store.evict(cache.entry(URL))
+            assert cache.process.last_tier.store.evict(cache.entry(URL))
     assert read(cache) == NEW and read(other) == OLD
     assert file.stat().st_mtime_ns == modified
 

@@ -37,7 +37,7 @@ class Bench:
         monkeypatch.setattr(os, "statvfs", self._statvfs)
         if holds:
             options["max_size"] = self.room(*holds)
-        tier = Cache(layout.base.parent, **{"min_free": 0, **options}).process.home
+        tier = Cache(layout.base.parent, **{"min_free": 0, **options}).process.last_tier
         self.space, self.store = tier.space, tier.store
         self.counts = 0  # how often the first part of the cache was listed
         self.real_entries = self.store.entries

@@ -58,7 +58,7 @@ CASES: dict[str, Callable[[Path], Limits]] = {
 def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     store, rank = Store(layout), Store(layout.rank("job-0"))
     rank.layout.make()
-    space = Cache(layout.base.parent, min_free=0).process.home.space
+    space = Cache(layout.base.parent, min_free=0).process.last_tier.space
     for n, size in enumerate(SIZES[:4]):
         publish(store, f"s3://lab/{n}.tar", bytes(size), used=n + 1.0)
     publish(rank, "s3://lab/r.tar", bytes(SIZES[4]), used=2.5)
@@ -237,7 +237,7 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, shop, stays, 
 def test_remove_dir_leaves_the_session_of_a_job_that_begins_meanwhile(shop, monkeypatch):
     with shop.cache() as cache, shop.cache() as job:
         cache.prewarm(shop.urls)
-        cache.process.home.end_session()
+        cache.process.last_tier.end_session()
         # `clean` calls this after the last check for running jobs.
         monkeypatch.setattr(cache.process.counters, "flush", lambda: job.fetch(shop.urls[0]))
         cache.clean(everything=True, remove_dir=True)

@@ -131,4 +131,4 @@ def test_other_directories_are_no_namespaces(tmp_path: Path) -> None:
     node.rank("half").make()
     node.rank("half").objects.rmdir()
     node.rank("half").objects.symlink_to(elsewhere / "objects")
-    assert Cache(tmp_path).process.home.stores()[1:] == []
+    assert Cache(tmp_path).process.last_tier.stores()[1:] == []

@@ -562,7 +562,8 @@ class Cache:
             if not dry_run:
                 evicted = space.evict(removals)
                 space.forget_refusal()
-                failed = [removal.entries for removal in removals if removal not in evicted]
+                gone = {removal.name for removal in evicted}
+                failed = [removal.entries for removal in removals if removal.name not in gone]
                 stay += sum(any(entry.path.exists() for entry in links) for links in failed)
                 removals = evicted
             freed += sum(removal.entries[0].size for removal in removals)

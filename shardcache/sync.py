@@ -378,7 +378,8 @@ def once(
                     outcome |= {"type": type(exn).__qualname__, "cause": redact(str(exn))}
                     text = json.dumps(outcome | {"traceback": redact(traceback.format_exc())})
                     error = exn
-                _create(store, f"{prefix}/outcome", text)
+                if not _create(store, f"{prefix}/outcome", text):
+                    error = None  # another rank has taken over, and its outcome counts
         _ended[work] = max(_ended[work], number)
         first = json.loads(_get(store, f"{prefix}/outcome")) if error is None else {}
     if error is not None:

@@ -59,4 +59,5 @@ sys.meta_path.insert(0, _WebDataset)
 # Run the sitecustomize that Python would import if this module did not exist.
 _rest = [each for each in sys.path if each != _FOLDER]
 if (_other := PathFinder.find_spec("sitecustomize", _rest)) and _other.loader:
+    __file__ = _other.origin or __file__
     _other.loader.exec_module(sys.modules[__name__])

@@ -111,8 +111,8 @@ def run_command(
             signal.signal(signal.SIGINT, lambda number, frame: None)
         code = child.wait()
         if notes is not None:
-            lines = notes.read_text("utf-8", "replace").splitlines()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # someone has removed the directory
+                lines = notes.read_text("utf-8", "replace").splitlines()
                 stats = summed(samples(Layout(notes.parent), ever=True))
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     was = "is known to have been" if code else "was"

@@ -41,7 +41,7 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import RetryPolicy, once
+from shardcache.origins.retry import Retries, RetryPolicy, once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.directory import Metadata
@@ -119,18 +119,24 @@ class _Part:
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
-    If another process waits for this one, it watches the ``record`` of the key's lock.
+    If another process waits for this one, it watches the ``record`` of the key's lock. The deadline
+    is that of the retries ``before``, if this is not the first attempt.
     """
 
     def __init__(
-        self, resources: Resources, download: Download, origin: Origin, record: Path | None
+        self,
+        resources: Resources,
+        download: Download,
+        origin: Origin,
+        record: Path | None,
+        before: Retries | None,
     ) -> None:
         self.may_end_early = False  #: whether an archive may have an end marker amid its members
         self._resources, self._download, self._origin = resources, download, origin
         self._shard = download.shard
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
         attempts = 1 if origin.upstream else None
-        self._retries = resources.policy.started(str(self._shard), attempts, record)
+        self.retries = resources.policy.started(str(self._shard), attempts, record, before)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
         self._partial: Partial  # from `receive`, as is `_info`
         self._info: ObjectInfo
@@ -153,7 +159,7 @@ class Transfer:
         UnprovenError if nothing would show that all bytes came.
         """
         self._is_whole = whole
-        self._first = self._retries.call(self._request_first, sleep=self._download.sleep)
+        self._first = self.retries.call(self._request_first, sleep=self._download.sleep)
         info = self._first.info
         self._is_described |= self._is_whole  # S3 states the checksum of a whole object
         self._is_proven = self._first.proven or self._first.stop is not None
@@ -192,7 +198,7 @@ class Transfer:
     def finish(self) -> Metadata:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
         self._resources.connections.end(self._queue)
-        end = min(clock.monotonic() + _LAST_RESPONSE, self._retries.end or math.inf)
+        end = min(clock.monotonic() + _LAST_RESPONSE, self.retries.end or math.inf)
         thread = self._describer
         while thread and thread.is_alive() and not self._error and clock.monotonic() < end:
             thread.join(0.1)
@@ -201,7 +207,7 @@ class Transfer:
         received = self._partial
         if not (self._origin.conditional and received.confirmed):
             compare_now = partial(compare_version, self._origin, self._shard, self._info)
-            self._retries.call(compare_now, sleep=self._download.sleep)
+            self.retries.call(compare_now, sleep=self._download.sleep)
         size, digests = received.written, received.digests
         if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
             raise IntegrityError(  # should be impossible; checked so that no gap is ever published
@@ -225,7 +231,7 @@ class Transfer:
         If the shard cannot be stored, a reader streams the first response.
         """
         self._fail(exn)
-        self._download.retried(self._retries.retries)  # also those of the first request
+        self._download.retried(self.retries.retries)  # also those of the first request
         if (first := self._take_first()) is not None:
             is_refused = is_local_error(exn) or isinstance(exn, (CacheFullError, UnprovenError))
             if is_refused and not self._origin.upstream:
@@ -302,7 +308,7 @@ class Transfer:
     def _receive(self, part: _Part, fd: int) -> None:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
-            self._retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
+            self.retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
         _spare.append(part.buffer)
         if part.position == 0 and (unused := self._take_first()) is not None:  # an empty object
             unused.close()
@@ -319,12 +325,12 @@ class Transfer:
                 self._partial.restart()
                 part.position = part.filled = part.shown = 0
                 raise
-            if not self._retries.forgives(part.position - before):
+            if not self.retries.forgives(part.position - before):
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
-            if self._retries.retries:
-                self._download.retried(self._retries.retries)
+            if self.retries.retries:
+                self._download.retried(self.retries.retries)
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -387,11 +393,11 @@ class Transfer:
                     self._partial.show(part.filled)
                     part.shown = part.filled
                     self._download.advanced(0, self._partial)
-                if self._retries.end is not None and not part.complete:
-                    self._retries.check()
+                if self.retries.end is not None and not part.complete:
+                    self.retries.check()
                 if throttle is not None and (seconds := throttle.spend(count)):
                     self._sleep(seconds)
-                    self._retries.extend(seconds)
+                    self.retries.extend(seconds)
         finally:
             self._responses.discard(response)
             response.close()

@@ -31,6 +31,7 @@ from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
+from shardcache.origins.retry import Retries
 from shardcache.space.eviction import Policy
 from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
@@ -89,6 +90,7 @@ class Worker:
     _is_for_last_tier: bool = False  # because the disk was full
     _counts: Counter[tuple[str, type]] = field(default_factory=Counter)  # by upstream and error
     _sources: Iterator[Origin] = field(init=False)  # after the current one
+    _retries: Retries | None = None  # of the last attempt
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
     _tier: Tier | None = None  # in which the last partial is, or was
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
@@ -298,7 +300,8 @@ class Worker:
         source = self._source
         whole = partial is None and self._is_best_whole()
         record = None if lock is None else directories.layout.holder(shard.key)
-        transfer = Transfer(resources, download, source, record)
+        transfer = Transfer(resources, download, source, record, self._retries)
+        self._retries = transfer.retries
         try:
             with resources.connections.hold(download.check):
                 download.check()

@@ -71,11 +71,18 @@ class RetryPolicy:
     patience: float  #: seconds to wait for an origin that throttles, or for credentials
     _paces: dict[str, Pace] = field(default_factory=dict)  # by bucket or web server
 
-    def started(self, url: str, attempts: int | None = None, record: Path | None = None) -> Retries:
-        """Return the retries of a download of ``url`` that starts now."""
+    def started(
+        self,
+        url: str,
+        attempts: int | None = None,
+        record: Path | None = None,
+        before: Retries | None = None,
+    ) -> Retries:
+        """Return the retries of a download of ``url`` that starts now, or goes on after others."""
         server, paces = server_of(url), self._paces
         pace = paces.get(server) or paces.setdefault(server, Pace(server, self.patience))
         end = None if self.deadline is None else clock.monotonic() + self.deadline
+        end = end if before is None else before.end
         return Retries(self, url, pace, attempts or self.attempts, end, record)
 
 

@@ -422,16 +422,19 @@ class Pool:
 
     def _receive(self, channel: Connection[Any, Any]) -> None:
         """Take the events, log records and progress that a helper has sent."""
-        heard = self._heard.pop(
-            channel
-        )  # for good if the helper has ended, or an interrupt cuts in
+        heard = self._heard.pop(channel)  # put back below, unless the helper has ended
         with ignoring(EOFError, OSError):
             now = clock.monotonic()
             if now - heard > self.cache.config.stale_after:
                 self._helpers[channel].kill()  # it is stopped
             while channel.poll():
                 heard = now
-                events, records, progress, stopped = channel.recv()
+                try:
+                    events, records, progress, stopped = channel.recv()
+                except OSError as exn:
+                    if "end of file" in str(exn):  # it was killed amid a message; no errno says so
+                        return
+                    raise
                 for record in records:
                     logging.getLogger(record.name).handle(record)
                 for event in events:

@@ -71,6 +71,7 @@ class DownloadReader:
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: PartialSource | None = None
         self._read = 0  # offset after the last byte that was read
+        self._is_fixed = False  # whether bytes or the size of this version were told
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download, self._has_started = cache.start_download(shard, finish=finish, ahead=ahead)
 
@@ -91,7 +92,8 @@ class DownloadReader:
 
     @property
     def size(self) -> int | None:
-        """The size of the shard in bytes, or None until it is known."""
+        """The size of the shard in bytes, once known. Then only this version is read."""
+        self._is_fixed |= self._partial is not None
         return None if self._partial is None else self._partial.info.size
 
     def take_response(self) -> Body | None:
@@ -115,7 +117,7 @@ class DownloadReader:
         count = os.preadv(self._partial.data.fileno(), (view,), position)
         if count == 0:
             raise OSError(errno.EIO, f"the partial ends at byte {position}")
-        self._read = max(self._read, position + count)
+        self._read, self._is_fixed = max(self._read, position + count), True
         return count
 
     def advance(self, position: int) -> Opened | None:
@@ -146,8 +148,8 @@ class DownloadReader:
 
     def _has_grown(self, path: Path | None, position: int) -> bool:
         """Update the watermark, and return whether there are new bytes after ``position``."""
-        # After bytes were read, a new partial is not opened: only the entry can continue them.
-        if path is not None and path != self._seen and not self._read:
+        # Then a new partial is not opened: only the entry can continue the version.
+        if path is not None and path != self._seen and not self._is_fixed:
             try:
                 source = PartialSource(path, self._shard.basename)
                 if self._partial is not None:
@@ -175,7 +177,7 @@ class DownloadReader:
         It is the same file, unless the partial was lost or damaged, or an upstream failed. Its
         version may differ from that of the upstream's copy.
         """
-        if not self._read or self._partial is None:
+        if not self._is_fixed or self._partial is None:
             return
         old, new = self._partial.data.fileno(), opened.file.fileno()
         if os.path.sameopenfile(old, new):
@@ -255,7 +257,8 @@ class OriginReader:
         self._origin = origin = next(self._sources)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
         attempts = 1 if origin.upstream else None
-        self._retries = self._cache.resources.policy.started(str(self._shard), attempts)
+        before, policy = vars(self).get("_retries"), self._cache.resources.policy
+        self._retries = policy.started(str(self._shard), attempts, before=before)
         self._received = 0  # bytes of `_body`
         self._has_failed = False  # whether the last attempt failed
         if self._version is None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from shardcache.config import PolicyName
 from shardcache.faults import ignoring
-from shardcache.files import is_idle, list_names, read_json, remove_old
+from shardcache.files import is_directory, is_idle, list_names, read_json, remove_old
 from shardcache.layout import Layout, is_pin_name, is_temporary_name
 from shardcache.locks.keys import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
@@ -306,7 +306,7 @@ def remove_unused(layout: Layout) -> None:
 
     Each miss looks into all namespaces, and each job leaves one.
     """
-    if is_idle(layout.partial, _PROTECTED_FOR):
+    if is_directory(layout.base) and is_idle(layout.partial, _PROTECTED_FOR):
         for base in filter(None, (layout.base, layout.local)):
             for directory, _, _ in os.walk(base, topdown=False):
                 with ignoring(OSError):  # it is not empty

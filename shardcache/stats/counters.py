@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty
 
 from shardcache import clock, threads
-from shardcache.faults import system_error
+from shardcache.faults import ignoring, system_error
 from shardcache.layout import Layout
 from shardcache.ranks import Ranks, run_of_this_process
 from shardcache.stats import database
@@ -163,9 +163,9 @@ class Counters:
             counted, patience = self.snapshot(), max(_BUSY, wait)
             # The summary of `shardcache run` must count no other jobs.
             if self._run and self._where and (row := counted - self._written_of_run):
-                layout = Layout(Path(self._run).parent)
-                database.add(layout, self._rank, 0, row, patience)
-                self._written_of_run = counted
+                with ignoring(OSError):  # the command has ended, or runs on another node
+                    database.add(Layout(Path(self._run).parent), self._rank, 0, row, patience)
+                    self._written_of_run = counted
             if self._where and (row := counted - self._written) and self._allowed():
                 database.add(self._where(), self._rank, clock.time(), row, patience)
                 self._written = counted

@@ -140,7 +140,7 @@ def test_a_read_only_cache_is_named_once_and_the_last_line_counts(launch, spec, 
 
 def test_only_reads_of_shards_use_the_cache(launch, s3, bucket, spec, tmp_path):
     s3.put(bucket, "_info.json", b'{"splits": {}}')  # timm's
-    (tmp_path / "sitecustomize.py").write_text("import mark; mark.here = 'customized'")
+    (tmp_path / "sitecustomize.py").write_text("import mark; mark.here = 'customized', __file__")
     (tmp_path / "mark.py").touch()
     (tmp_path / "new").mkdir()
     environment = {
@@ -150,7 +150,8 @@ def test_only_reads_of_shards_use_the_cache(launch, s3, bucket, spec, tmp_path):
     files = tmp_path / "x.tar", f"s3://{bucket}/train-0000.tar"
     code, out, err = launch(FILES, *files, environment=environment)
     assert code == 0, err
-    assert "splits" in out and "customized" in out and "no gopen handler" in out
+    assert "splits" in out and "no gopen handler" in out
+    assert f"'customized', '{tmp_path}/sitecustomize.py'" in out
     assert len(list((tmp_path / "cache").glob("v1/objects/*/*/*/*.tar"))) == 1
 
 
@@ -186,12 +187,17 @@ def test_the_last_line_tells_what_webdataset_read(
 
 
 @pytest.mark.parametrize(
-    ("command", "temporary"), [("echo x > ${SHARDCACHE_RUN#*:}", "/tmp"), ("true", "/proc")]
+    ("command", "temporary"),
+    [
+        ("echo x > ${SHARDCACHE_RUN#*:}", "/tmp"),
+        ("rm -r $(dirname ${SHARDCACHE_RUN#*:})", "/tmp"),
+        ("true", "/proc"),
+    ],
 )
 def test_the_file_of_a_run_may_be_damaged_or_missing(run, monkeypatch, command, temporary):
     monkeypatch.setattr("tempfile.tempdir", temporary)
-    code, _, err = run("run", "--", "sh", "-c", command)
-    assert code == 0 and "no shard was opened" in err and "Traceback" not in err
+    code, _, err = run("run", "--", "sh", "-c", f"{command}; exit 7")
+    assert code == 7 and "no shard is known" in err and "Traceback" not in err
 
 
 WORDS = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]

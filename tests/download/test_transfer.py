@@ -11,7 +11,7 @@ import pytest
 
 from shardcache.download import transfer
 from shardcache.download.download import Download
-from shardcache.errors import FetchCancelledError, ShardNotFoundError
+from shardcache.errors import FetchCancelledError, ShardNotFoundError, TransferTimeoutError
 from shardcache.origins.base import TransientError
 from shardcache.urls import parse_url
 from tests.support.caches import held_elsewhere, read
@@ -230,3 +230,10 @@ def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
         assert isinstance(fetching.exception(PATIENCE), FetchCancelledError)
     origin.faults.clear()
     assert fetched(cache) == DATA
+
+
+def test_the_deadline_is_that_of_all_attempts(make, origin, clock):
+    origin.state_checksum(URL, NEWER)  # so a second attempt follows
+    origin.faults.extend([Fault(before=lambda: clock.sleep(2))] * 9)
+    with pytest.raises(TransferTimeoutError, match="within the deadline of 5 s"):
+        fetched(make(deadline=5, connections=1, part_size=SIZE // BLOCK * BLOCK))

@@ -11,7 +11,7 @@ import pytest
 from shardcache.errors import ShardNotFoundError, TransferError
 from shardcache.layout import Layout
 from tests.support import caches
-from tests.support.storetools import room
+from tests.support.storetools import room, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
@@ -79,6 +79,20 @@ def test_a_read_of_a_replaced_object_fails_and_the_next_open_reads_the_new_one(m
         with pytest.raises(TransferError, match="was replaced while it was read"):
             stream.read()
     assert read(cache) == read(cache) == new
+
+
+def test_the_size_that_a_stream_has_told_is_of_the_version_that_it_reads(make_cache, origin):
+    origin.objects[URL] = make_tar(1, 200, 20_000)
+    go_on = origin.hold(1 << 20)
+    cache = make_cache(connections=1, part_size="4MiB")
+    with cache.open(URL) as stream:
+        stream.seek(0, os.SEEK_END)
+        origin.objects[URL] = make_tar(2, 300, 20_000)
+        go_on.set()
+        wait_until(lambda: not caches.unfinished(cache))
+        stream.seek(0)
+        with pytest.raises(TransferError, match="was replaced while it was read"):
+            stream.read()
 
 
 def test_prewarm_refresh_downloads_and_counts_replaced_shards(run, spec, warm, s3, bucket, proxy):

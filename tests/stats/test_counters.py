@@ -184,3 +184,11 @@ def test_counts_expire_but_their_total_stays(make, layout, clock):
         expire(layout, NOON + days * 24 * HOUR)
         assert samples(layout) == [] and len(samples(layout, ever=True)) == 1
         assert total(layout, ever=True).counters == whole.counters
+
+
+def test_a_run_that_has_ended_costs_no_counts(layout, clock, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_RUN", f"1.0:{tmp_path}/gone/notes")
+    counters = Counters(lambda: layout, Ranks())
+    counters.opened("hit", 0.0)
+    counters.flush()
+    assert total(layout).hits == 1

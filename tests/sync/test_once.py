@@ -1,5 +1,6 @@
 """`sync.once`: one rank works, the others get its result or failure, or take over if it dies."""
 
+import contextlib
 import os
 import signal
 
@@ -173,3 +174,14 @@ def test_once_per_node_runs_on_each_node(monkeypatch, tmp_path, ran):
         for _ in range(2):
             sync.once("unpack", ran, per="node", dir=tmp_path, job="j")
     assert ran.count() == 3
+
+
+def test_a_late_failure_does_not_replace_the_result_of_another_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(sync, "_heartbeat", lambda *arguments: contextlib.nullcontext())
+    options = {"lease": 1, "dir": tmp_path, "job": "j"}
+
+    def stalls():
+        assert together(1, lambda _: sync.once("unpack", str, "other", **options)) == ["other"]
+        raise ValueError
+
+    assert sync.once("unpack", stalls, **options) == "other"

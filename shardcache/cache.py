@@ -252,7 +252,7 @@ class Cache:
         return None if (opened := self._opened(self.parse(url))) is None else opened.entry
 
     def _opened(self, shard: ShardURL) -> Opened | None:
-        """Return the closed handle of the shard's entry, which says more than its directory."""
+        """Return the shard's entry with its path, as it was opened; its file is closed again."""
         try:
             opened = open_first(self.process.stores(), shard.key, shard.basename)
         except DamagedError as exn:

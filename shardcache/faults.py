@@ -81,7 +81,7 @@ class Breaker:
     def __init__(self, threshold: int = 3) -> None:
         self._threshold = threshold
         self.faults = 0  # in a row
-        self.closed = True  # whether there are fewer faults than the threshold
+        self.is_tripped = False  # whether there are as many faults as the threshold
         self._until = 0.0
 
     @property
@@ -93,17 +93,17 @@ class Breaker:
         """Count a fault; if ``at_once``, open the breaker. Return whether the fault opened it."""
         if self.left:
             return False  # the call began before the pause, so its fault does not prolong the pause
-        was_closed = self.closed
+        was_tripped = self.is_tripped
         self.faults += self._threshold if at_once else 1
-        self.closed = self.faults < self._threshold
-        if not self.closed:
+        self.is_tripped = self.faults >= self._threshold
+        if self.is_tripped:
             self._until = clock.monotonic() + _PAUSE
-        return was_closed and not self.closed
+        return self.is_tripped and not was_tripped
 
     def succeeded(self) -> None:
         """Reset the count of faults after a success, unless it is of a call before the pause."""
         if not self.left:
-            self.faults, self.closed = 0, True
+            self.faults, self.is_tripped = 0, False
 
 
 class PausedError(OSError):
@@ -122,11 +122,11 @@ class Disk:
     @property
     def is_well(self) -> bool:
         """Whether the disk is read and written, and not paused after faults."""
-        return self.reading.closed and self.writing.closed
+        return not (self.reading.is_tripped or self.writing.is_tripped)
 
     def check(self, breaker: Breaker, *, insist: bool = False) -> None:
         """Raise PausedError while the disk is paused, unless ``insist`` or ``strict`` is set."""
-        if not (breaker.closed or insist or self._config.strict) and breaker.left:
+        if breaker.is_tripped and breaker.left and not (insist or self._config.strict):
             raise PausedError(errno.EIO, f"the disk failed; next attempt in {breaker.left:.0f} s")
 
     def failed(self, breaker: Breaker, exn: OSError) -> None:

@@ -36,8 +36,8 @@ class Notices:
         self._known.add(kind)
         logger.log(level, text, *args, extra=extra)
 
-    def skip(self, kind: str) -> None:
-        """Log later warnings of this kind at INFO, because the fault was logged in other words."""
+    def mute(self, kind: str) -> None:
+        """Log warnings of this kind at INFO from now on: the fault was logged in other words."""
         self._known.add(kind)
 
     def is_new(self, kind: str) -> bool:

@@ -98,7 +98,7 @@ class ProcessCache:
         self._lock = threading.Lock()  # held while the directories are made
         self.notices = Notices(self._job, self._node_of_session)
         if is_logged(config.dir):
-            self.notices.skip(errno.errorcode[errno.EROFS])
+            self.notices.mute(errno.errorcode[errno.EROFS])
         self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.last_tier.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
@@ -215,7 +215,7 @@ class ProcessCache:
             if not is_first:
                 raise
             self.disk.writing.failed(at_once=True)
-            self.notices.skip(fault_kind(exn))  # later attempts fail in the same way
+            self.notices.mute(fault_kind(exn))  # later attempts fail in the same way
             log_unusable(unusable(path, exn), path, self._ranks)
 
     def _node_of_session(self) -> Layout:
@@ -224,8 +224,8 @@ class ProcessCache:
             self.prepare()
         return self.last_tier.node
 
-    def evict_used(self) -> None:
-        """Keep no shards for running jobs, which does not suit random access."""
+    def stop_keeping_used(self) -> None:
+        """From now on, let shards be evicted that running jobs have used, for random access."""
         for tier in self.tiers:
             tier.space.policy = tier.space.policy._replace(keeps_used=False)
 
@@ -242,7 +242,7 @@ class ProcessCache:
         disk.check(disk.reading, insist=insist)
         directories = self.prepare()
         try:
-            if not disk.reading.closed:
+            if disk.reading.is_tripped:
                 directories = self._check()  # another user may own the directory now
             opened = directories.lookup(shard, outdated)
         except system_error() as exn:

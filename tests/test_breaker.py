@@ -11,9 +11,9 @@ def test_faults_in_a_row_open_the_breaker(clock):
     for _ in range(10):
         assert not breaker.failed() and not breaker.failed()
         breaker.succeeded()
-    assert breaker.closed and not breaker.left and not breaker.faults
+    assert not breaker.is_tripped and not breaker.left and not breaker.faults
     assert [breaker.failed() for _ in range(3)] == [False, False, True]
-    assert not breaker.closed and breaker.left == 60
+    assert breaker.is_tripped and breaker.left == 60
     clock.sleep(59.9)
     breaker.succeeded()  # the result of a call that began before
     assert not breaker.failed() and breaker.left  # the same
@@ -22,7 +22,7 @@ def test_faults_in_a_row_open_the_breaker(clock):
     assert not breaker.failed() and breaker.left == 60  # still open
     clock.sleep(60)
     breaker.succeeded()
-    assert breaker.closed and not breaker.faults
+    assert not breaker.is_tripped and not breaker.faults
     assert breaker.failed(at_once=True) and breaker.left == 60
 
 

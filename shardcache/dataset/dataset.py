@@ -350,7 +350,7 @@ class TarDataset:
         opened = self._open.pop(position, None)
         if opened is None or opened.is_lost:
             self._forget_idle()
-            self.cache.process.evict_used()
+            self.cache.process.stop_keeping_used()
             when, refused = self._refused.get(position, (-math.inf, None))
             if refused is not None and clock.monotonic() - when < _REPEATED:
                 raise type(refused)(refused.message, url=str(self.shards[position]))

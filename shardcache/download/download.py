@@ -150,8 +150,8 @@ class Download:
     def promote(self) -> bool:
         """Turn a download ahead into one that a reader waits for.
 
-        Returns False if the reader must open the shard again. It must not if an error of the origin
-        ended the download, which a new download would only repeat.
+        Returns whether this download still serves the reader, also if it ended with an error of the
+        origin, which a new download would only repeat.
         """
         with self._table.lock:
             self.is_ahead = False

@@ -13,7 +13,7 @@ connection. After a failure, each may help again. The ``deadline`` limits all of
 A server that throttles limits the requests of this process:
 
     throttled ---> half as many requests at once, after a pause that doubles each time
-    served ------> twice as many per round up to half of the old number, then one more per round
+    served ------> twice as many each round, up to half of the old number; then one more each round
 
 This is TCP's congestion control (RFC 5681) with requests in place of segments. All shards that a
 process reads from one bucket or web server share a `Pace`, so a single request probes an overloaded

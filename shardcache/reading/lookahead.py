@@ -143,7 +143,7 @@ class Prefetcher:
         while self._running and self._running[0].ended:
             self.size = self._running.popleft().size or self.size
         cache = self._cache
-        cache.evict_used()
+        cache.stop_keeping_used()
         try:
             if (opened := cache.lookup(shard)) is not None:
                 self.size = opened.size

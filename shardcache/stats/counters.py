@@ -100,7 +100,7 @@ class Counters:
         """Count an open with its outcome, and the seconds that its reader waited.
 
         ``tier`` is the number, from 0, of the tier that had the shard; None if there are no tiers.
-        All but the first two count as the third.
+        The third tier and all later ones are counted together.
         """
         # Repeats `add` instead of calling it: a hit must not cost much more than an open().
         if self._where is None:

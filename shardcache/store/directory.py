@@ -151,7 +151,7 @@ def data_lock(
     shared: bool = False,
     remove: bool = False,
 ) -> AbstractContextManager[bool]:
-    """Lock a data file, by default the directory's, in the body; enter as whether it is free.
+    """Lock a data file, by default the directory's, in the body; yield whether it is free.
 
     With leases, nothing is locked: it is free after ``grace`` seconds without a write or a touch.
     """

@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """When its bytes were stored, in ns since the epoch; 1 if replaced, or 0 if it is gone."""
+        """The time of storing in ns since the epoch; 1 if replaced, 0 if gone, huge if damaged."""
         return _stored(self.directory)
 
     def metadata(self) -> Metadata:

@@ -70,7 +70,7 @@ def test_a_lack_of_descriptors_removes_no_entry(make_cache, origin, tmp_path, ca
             read(cache, url, origin)
     assert entry.path.stat().st_ino == before
     assert len(warnings(caplog)) <= 1
-    assert cache.process.disk.reading.closed and cache.process.disk.writing.closed
+    assert cache.process.disk.is_well
     # Downloads that started without descriptors may end without storing their shard.
     wait_until(lambda: not unfinished(cache))
     assert all(read(cache, url, origin) for url in urls)

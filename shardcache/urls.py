@@ -387,7 +387,8 @@ def _s3(url: str, rest: str) -> tuple[str, str | None, str]:
     if versioned := re.fullmatch(r"(?s)(.*)\?versionId=([^&?]+)", name):
         name, version_id = versioned.groups()
     if not bucket or not name:
-        raise ConfigError(f"{redact(url)} names no object; expected s3://bucket/key")
+        text = "names no object; expected s3://bucket/key, or s3://bucket/ for all shards"
+        raise ConfigError(f"{redact(url)} {text}")
     if ":" in bucket and not re.fullmatch(_ARN, bucket):
         raise ConfigError(
             f"{redact(url)}: the name of a bucket has no colon. The ARN of an access point is "

@@ -336,15 +336,23 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded: Mapping[str, Any] = {}  # the last state
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
+        self._is_extended = False
         self._record = _Record()
         self._seed = crc32(str(seed).encode())
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._record.add()  # copies begin with what is known, and spawned workers find the record
-        own = {"_run": None, "_tracked": None, "_record": copy.copy(self._record)}
+        own: dict[str, Any] = {"_run": None, "_tracked": None, "_is_extended": False}
+        own["_record"] = copy.copy(self._record)
         has_length = type(self) is not _resumable(self._base)  # since `attach`
         return _restored, (self._base, has_length), vars(self) | own
+
+    def compose(self, *args: Any) -> Any:
+        """Return a copy with more stages, as ``.map`` and others do. It has a state of its own."""
+        extended = super().compose(*args)
+        self._is_extended = True
+        return extended
 
     def append(self, f: Any) -> None:
         """Append a stage, as `compose` and ``.map`` do. Raises ConfigError if it cannot resume."""
@@ -374,6 +382,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "this is the state of the next epoch: only the workers of a DataLoader know the "
                 "position in this one. Iterate over dataset.track(loader)."
             )
+        self._warn_if_extended()
         return self._state(self._run or _Run(epochs.epoch))
 
     def _is_waiting(self, epochs: _Epochs) -> bool:
@@ -395,6 +404,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         workers = _workers_of(state) if isinstance(state, Mapping) else [None]
         if not all(isinstance(each, Mapping) for each in workers):
             raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
+        self._warn_if_extended()
         epoch = checked_int("state['epoch']", state.get("epoch"), 0)
         for each in workers:
             self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
@@ -403,12 +413,19 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
         self._load = -1 if get_worker_info() else self._record.add("load", epoch).loads
 
+    def _warn_if_extended(self) -> None:
+        if self._is_extended and not self._turns and wds.is_new("extended", self._cache):
+            logger.warning(
+                "`.map` or another method has made a copy of this pipeline with more stages, and "
+                "this is not the state of the copy. Save and load that of the copy."
+            )
+
     def _loaded_by_worker(self, workers: int) -> dict[int, Any]:
         """Return the loaded state of each worker; ConfigError if their number was another one."""
         states = _workers_of(self._loaded)
         for state in states:
             if state["given"] or state["passes"] or state["entered"]:
-                self._refuse_other(state, "workers", workers=workers)
+                self._refuse_other(state, "workers", "stages", workers=workers)
         return {state["worker"]: state for state in states}
 
     def _refuse_other(self, state: Mapping[str, Any], *names: str, **changes: int) -> None:

@@ -474,8 +474,9 @@ class Worker:
 def unlike(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
     """Return the error for a file that is not shown to be the object."""
     return IntegrityError(
-        f"{shard}: {source} ({source.stat().st_size} bytes) is not imported: it has no checksum or "
-        f"MD5 that the origin states for the object ({info.size} bytes). Download the shard.",
+        f"{shard}: {source} ({source.stat().st_size} bytes) is not imported: it differs from the "
+        f"object ({info.size} bytes), or the origin states no checksum and no MD5. Download the "
+        "shard.",
         url=str(shard),
     )
 

@@ -533,7 +533,7 @@ def _look_up(options: Mapping[str, Any], endpoint: str) -> _Store:
         return _Store(name, address, region, proxies, trusted)
     raise ConfigError(
         f"the S3 client cannot be set up: {reason}. "
-        "Check endpoint_url, the profile and storage_options."
+        "Check endpoint_url (AWS_ENDPOINT_URL; http:// or https://), the profile, storage_options."
     )
 
 

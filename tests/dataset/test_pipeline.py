@@ -837,3 +837,19 @@ def test_a_program_that_ends_amid_a_tracked_iteration_ends_silently(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_state_of_a_pipeline_that_was_extended_is_not_that_of_the_copy(make, caplog):
+    one = make()
+    two = one.shuffle(9).batched(3)
+    assert list(islice(two, 5)) and not caplog.text
+    one.load_state_dict(saved(one))
+    assert caplog.text.count("Save and load that of the copy") == 1
+
+
+def test_stages_that_follow_a_loaded_state_are_compared(make):
+    one, two = make(wds.shuffle(9)), make(wds.shuffle(9))
+    assert list(islice(one, 5))
+    two.load_state_dict(saved(one))
+    with pytest.raises(ConfigError, match=r"other stages: repeat\(1, -1\), and now shuffle\(5\)"):
+        list(two.shuffle(5))

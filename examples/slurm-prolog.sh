@@ -2,7 +2,7 @@
 # Prolog= in slurm.conf: downloads shards before a job starts, for at most five minutes. Slurm
 # drains the node if a prolog fails, so this one always succeeds; the job downloads the rest.
 # For several users, write shared_group = "lab", their group, into /etc/shardcache.toml.
-# A prolog that runs as the user of the job needs a directory that this user can make.
+# The user of the job must be able to make this directory.
 SHARDCACHE_DIR=/local/nvme/shards
 shardcache=/opt/venv/bin/shardcache
 shards='s3://bucket/train-{0000..2047}.tar'

@@ -841,7 +841,7 @@ def test_a_program_that_ends_amid_a_tracked_iteration_ends_silently(tmp_path):
 
 def test_the_state_of_a_pipeline_that_was_extended_is_not_that_of_the_copy(make, caplog):
     one = make()
-    two = one.shuffle(9).batched(3)
+    two = one.shuffle(9).to_tuple("__key__").batched(3)
     assert list(islice(two, 5)) and not caplog.text
     one.load_state_dict(saved(one))
     assert caplog.text.count("Save and load that of the copy") == 1

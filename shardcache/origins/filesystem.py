@@ -84,7 +84,7 @@ class FsspecOrigin(Origin):
     def list_page(
         self, directory: ShardURL, prefix: str, token: str, *, deep: bool
     ) -> tuple[dict[str, int | None], str]:
-        """Return all files of a directory on one page, without a timeout, whatever the prefix."""
+        """Return all files of a directory, with any prefix, on one page. No timeout applies."""
 
         def sizes() -> dict[str, int | None]:
             root = str(self._filesystem._strip_protocol(str(directory)))

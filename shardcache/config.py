@@ -514,7 +514,8 @@ def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]
     yield "dir", env.get("WDS_CACHE"), "environment WDS_CACHE"
     size = env.get("WDS_CACHE_SIZE", "").strip()
     size += "B" if size[-1:].isdigit() else ""  # to WebDataset, a bare number means bytes
-    yield "max_size", size or None, "environment WDS_CACHE_SIZE"
+    # -1 means no limit.
+    yield "max_size", None if size[:1] in ("", "-") else size, "environment WDS_CACHE_SIZE"
 
 
 def _usual_files(env: Mapping[str, str]) -> list[Path]:

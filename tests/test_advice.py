@@ -19,6 +19,7 @@ COMMANDS = [
     ("pin URL --for 3", r"3s", "pin URL --for @"),
     ("clean --max-age 14", r"14d", "clean --max-age @"),
     ("prewarm FOLDER/train-{0000-0003}.tar", r"{0000..0003}", "prewarm FOLDER/train-@.tar"),
+    ("path FOLDER/train-{0000...0003}.tar", r"{0000\.\.0003}", "path FOLDER/train-@.tar"),
     ("expand 'FOLDER/${X}'", r"WDS_X(?=: set it)", "@=x.tar expand 'FOLDER/${X}'"),
     ("path FOLDER/absent.tar", r"(?<=Pass )--fetch", "path @ FOLDER/train-0001.tar"),
     ("clean --all", r"(?<=pass )-y", "clean --all @"),

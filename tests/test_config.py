@@ -131,6 +131,7 @@ def test_files_have_tables_and_sizes_with_units(home):
         with pytest.raises(ConfigError, match=r"x\.toml is not valid TOML: "):
             load({"dir": DIR}, {}, [file])
     assert str(only({"WDS_CACHE_SIZE": "800"}).config.max_size) == "800B"  # as in WebDataset
+    assert only({"WDS_CACHE_SIZE": "-1"}).config.max_size is None
     file.write_text('[storage_options]\nkey = "k"\nanon = true\n')
     assert dict(load({"dir": DIR}, {}, [file]).config.storage_options) == {"key": "k", "anon": True}
     config = Config(DIR, storage_options={"gcs": {"token": "anon"}})

@@ -294,8 +294,7 @@ def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -
       shardcache expand 's3://lab/train-{0000..2047}.tar' > shards.txt
       shardcache expand -0 s3://lab/val/ | xargs -0 -n 1 echo
     """
-    with invocation.cache() as cache:
-        urls = expand(specs, cache)
+    urls = expand(specs, Cache.from_config(invocation.loaded().config))
     invocation.console.object("expand", urls=urls)
     if not invocation.console.json:
         end = "\0" if null else "\n"

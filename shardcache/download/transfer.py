@@ -41,7 +41,7 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import Retries, RetryPolicy, once
+from shardcache.origins.retry import Retries, RetryPolicy, try_once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.directory import Metadata
@@ -424,7 +424,7 @@ class Transfer:
     def _describe(self) -> None:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
-            info = once(str(self._shard), lambda: self._origin.stat(self._shard))
+            info = try_once(str(self._shard), lambda: self._origin.stat(self._shard))
             if info.version == self._info.version:
                 self._checksum = info.checksum or self._checksum
                 self._partial.confirm()

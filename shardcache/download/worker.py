@@ -41,7 +41,7 @@ from shardcache.tiers import Directories, Tier
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
 
-__all__ = ["Worker", "evict_outdated", "unlike"]
+__all__ = ["Worker", "evict_outdated", "refused_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ class Worker:
         origin, retries = resources.origins.of(shard), resources.policy.started(str(shard))
         info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
         if (size := source.stat().st_size) != info.size:
-            raise unlike(shard, source, info)
+            raise refused_file(shard, source, info)
         partial = self._reserve(info, None if self._earlier else source)  # a link keeps its time
         try:
             if partial.linked is None:
@@ -333,7 +333,7 @@ class Worker:
                     while os.sendfile(partial.fd, file.fileno(), None, size):
                         download.check()
             if (checked := identify(partial.fd, info)) is None:
-                raise unlike(shard, source, info)
+                raise refused_file(shard, source, info)
             digest = file_digest(partial.fd)
             metadata = partial.metadata._replace(digest=digest, checked=checked)
             entry = self._publish(partial, metadata)
@@ -471,7 +471,7 @@ class Worker:
         return entry
 
 
-def unlike(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
+def refused_file(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
     """Return the error for a file that is not shown to be the object."""
     return IntegrityError(
         f"{shard}: {source} ({source.stat().st_size} bytes) is not imported: it differs from the "

@@ -40,7 +40,7 @@ from shardcache.origins.base import (
     compare_version,
     read_all,
 )
-from shardcache.origins.retry import once
+from shardcache.origins.retry import try_once
 from shardcache.urls import ShardURL, find_scheme, parse_url, redact, refuse_control
 
 logger = logging.getLogger(__name__)
@@ -199,9 +199,9 @@ class _Upstream:
         """Return the version of a copy, None without one, and its sidecar, empty without one."""
         copied, sidecar = None, b""
         with contextlib.suppress(ShardNotFoundError):
-            copied = once(str(copy), lambda: self.origin.stat(copy))
+            copied = try_once(str(copy), lambda: self.origin.stat(copy))
             beside = parse_url(f"{copy.raw}{_SIDECAR}", allow_schemes={self._scheme})
-            opened = once(str(beside), lambda: self.origin.open(beside, 0, _MOST))
+            opened = try_once(str(beside), lambda: self.origin.open(beside, 0, _MOST))
             sidecar = read_all(opened, _MOST)
         return copied, sidecar
 

@@ -221,7 +221,7 @@ def _remedied(function: Callable[[], T]) -> T:
         del error  # its traceback refers to this frame, and so to the frames of a download
 
 
-def once(url: str, function: Callable[[], T]) -> T:
+def try_once(url: str, function: Callable[[], T]) -> T:
     """Call ``function`` without retries after a failure, and without patience."""
     return RetryPolicy(1, None, 0).started(url).call(function, sleep=clock.sleep)
 

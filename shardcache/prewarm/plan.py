@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from shardcache import clock
 from shardcache.cache import default_cache
 from shardcache.download.download import Progress
-from shardcache.download.worker import evict_outdated, unlike
+from shardcache.download.worker import evict_outdated, refused_file
 from shardcache.errors import ConfigError, FetchCancelledError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import system_error
 from shardcache.files import open_file
@@ -234,7 +234,7 @@ def _compare(
         source, info = sources[shard.key], _latest(process, shard)
         with open_file(source) as file:
             is_object = identify(file.fileno(), info)
-            return frozenset() if is_object else unlike(shard, source, info)
+            return frozenset() if is_object else refused_file(shard, source, info)
     except (ShardCacheError, system_error()) as exn:
         return exn
 

@@ -17,7 +17,7 @@ from botocore.credentials import Credentials
 from shardcache import AccessDeniedError, Cache, ConfigError, TransferError
 from shardcache.origins.base import TransientError
 from shardcache.origins.http import WebOrigin
-from shardcache.origins.retry import once
+from shardcache.origins.retry import try_once
 from shardcache.origins.s3 import S3Origin
 from shardcache.urls import parse_url
 from tests.support.tars import make_tar
@@ -120,7 +120,7 @@ def test_all_requests_after_a_redirect_go_to_the_region_of_the_bucket(serve, hea
     origin = S3Origin("s3", {**KEYS, "endpoint_url": server.url}, 20)
     url = parse_url("s3://lab/a.bin")
     for _ in range(2):
-        once("", lambda: origin.open(url, 0, 5).close())
+        try_once("", lambda: origin.open(url, 0, 5).close())
     assert len(server.heads) == 3
 
 

@@ -20,6 +20,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, key_and_field
@@ -73,11 +74,9 @@ def url_opener(
         of the cached shard, or its URL, because all samples of a batch need the same fields.
     """
 
-    def parsed(item: Any) -> ShardURL:
-        return cache.parse(item["url"] if isinstance(item, dict) else item)
-
     _warn_of_ranks(cache)
-    ahead, opened, failed, first = Lookahead(cache.process, data, parsed), 0, 0, None
+    ahead = Lookahead(cache.process, data, partial(shard_of, cache))
+    opened, failed, first = 0, 0, None
     for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
         try:
@@ -99,6 +98,28 @@ def url_opener(
     cache.process.counters.flush()  # the epoch ends; a persistent worker may not write for long
     if failed and not opened:
         logger.error("none of %d shards could be opened; the first error: %s", failed, first)
+
+
+def shard_of(cache: Cache, item: Any) -> ShardURL:
+    """Return the shard that WebDataset reads for an item of a pipeline, as GOPEN_REWRITE says.
+
+    Raises ConfigError for one that WDS_SECURE forbids, or whose URL is not valid.
+    """
+    from webdataset.gopen import rewrite_url
+
+    url = rewrite_url(item["url"] if isinstance(item, dict) else item)
+    shard = cache.parse(url)
+    if _is_forbidden(url, shard):
+        raise ConfigError(f"{shard}: WDS_SECURE forbids local files and commands.", url=str(shard))
+    return shard
+
+
+def _is_forbidden(url: str, shard: ShardURL) -> bool:
+    """Return whether WebDataset 1.0 refuses a shard, if WDS_SECURE or the program demands it."""
+    from webdataset import utils
+
+    is_secure = getattr(utils, "enforce_security", False)
+    return is_secure and (shard.is_local or url.startswith("pipe:"))
 
 
 def reraise(exn: Exception) -> bool:
@@ -528,15 +549,9 @@ def _stages_of_caller() -> list[Any]:
 
 def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
     """Return whether to read a URL through the cache; raise ConfigError if the cache cannot."""
-    from webdataset import utils
-
     shard = cache.parse(url)
-    # If WDS_SECURE or the program demands it, WebDataset 1.0 refuses local files and commands.
-    is_forbidden = getattr(utils, "enforce_security", False)
-    if is_forbidden and (shard.is_local or url.startswith("pipe:")):
-        return False
     is_archive = is_archive or SHARD.search(shard.basename) is not None
-    return is_archive and not cache.process.is_in_place(shard)
+    return is_archive and not (_is_forbidden(url, shard) or cache.process.is_in_place(shard))
 
 
 def _leave(url: str, reason: str, cache: Cache) -> None:

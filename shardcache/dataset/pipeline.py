@@ -328,7 +328,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if is_own and (options := _shuffle_of(stage)).pop("seed", None) == seed:
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
-        names = "\n".join(str(cache.parse(_url(each))) for each in urls)
+        names = "\n".join(str(wds.shard_of(cache, each)) for each in urls)
         self._cache = cache
         self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
         self._run: _Run | None = None
@@ -648,6 +648,7 @@ class _Shards:
 
     def __init__(self, cache: Cache, run: _Run, stages: list[Any], total: int) -> None:
         self._cache, self._run, self._total = cache, run, total
+        self._shard_of = partial(wds.shard_of, cache)
         self._handler = _options_of(stages[0])["handler"]
         self.is_plain = len(stages) > 1  #: otherwise, the pipeline's own stages get the shards
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
@@ -744,7 +745,7 @@ class _Shards:
 
     def _indexed(self, source: dict[str, Any]) -> OpenShard | None:
         """Open a shard for random access, or leave a stream of it in ``source``."""
-        stream, shard = source["stream"], self._cache.parse(source["url"])
+        stream, shard = source["stream"], self._shard_of(source)
         if not self.is_plain:
             return None
         try:
@@ -788,7 +789,7 @@ class _Shards:
         """Download the shards ahead of which samples are left."""
         self._ahead = Prefetcher(self._cache.process)
         needed = [url for url, left in zip(self._urls, self._left, strict=True) if left]
-        self._ahead.want(map(self._cache.parse, needed))
+        self._ahead.want(map(self._shard_of, needed))
 
     def _sample(self, place: int) -> dict[str, Any]:
         number, index = divmod(place, 1 << _BITS)
@@ -799,7 +800,7 @@ class _Shards:
             if (failed := self._failed.get(number)) is not None:
                 raise type(failed)(failed.message, url=url)
             try:
-                opened = OpenShard(self._cache, self._cache.parse(url))
+                opened = OpenShard(self._cache, self._shard_of(url))
             except ShardCacheError as exn:
                 self._failed[number] = type(exn)(exn.message)  # a copy without the traceback
                 raise
@@ -808,7 +809,7 @@ class _Shards:
             self._keep(number, opened)
         if not self._left[number]:
             del self._opened[number]
-        sample = opened.sample(index, self._handle)
+        sample = {**opened.sample(index, self._handle), "__url__": self._urls[number]}
         if opened.size:  # otherwise, its stream counts
             self._bytes += opened.offsets[index + 1] - opened.offsets[index]
         if self._bytes >= _COUNTED:

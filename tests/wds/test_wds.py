@@ -117,6 +117,18 @@ def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch)
     monkeypatch.setattr(wds.utils, "enforce_security", True)
     with pytest.raises(ValueError, match="unsafe_gopen is False"):
         module.gopen(url)
+    for resume in True, False:
+        with pytest.raises(ConfigError, match="WDS_SECURE forbids local files and commands"):
+            list(cache.attach(pipeline_of([url]), resume=resume))
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_an_attached_pipeline_reads_what_webdataset_would_read(make_cache, monkeypatch, resume):
+    monkeypatch.setenv("GOPEN_REWRITE", "cloud://=s3://;s3://=s3://wrong/")
+    urls = [f"cloud://lab/train-{number:04d}.tar" for number in range(4)]
+    dataset = make_cache().attach(pipeline_of(urls, wds.shuffle(9)), resume=resume)
+    samples = list(dataset)
+    assert keys(samples) == KEYS and {sample["__url__"] for sample in samples} == {*urls}
 
 
 def test_a_hidden_error_is_logged_once(make_cache, caplog):

@@ -179,6 +179,7 @@ class Opened:
     #: Whether a stopped process, which was evicting or publishing the entry, holds the exclusive
     #: flock. The open file can be read to its end, but may disappear from its path.
     stuck: bool = False
+    is_locked: bool = True  #: whether entries in use have a flock, and not a lease
     reopened: bool = False  #: whether this replaces an open file whose handle was stale
 
     @property
@@ -194,8 +195,15 @@ class Opened:
         return count
 
     def duplicate(self) -> Opened:
-        """Return another handle of the same file, which shares the flock."""
-        return replace(self, file=files.owned(os.dup, (self.file.fileno(),)))
+        """Return another handle of the same file, with an offset of its own.
+
+        Programs such as numpy read at the offset of a descriptor, and `os.dup` would share it.
+        """
+        flags, place = os.O_RDONLY | os.O_CLOEXEC, f"/proc/self/fd/{self.file.fileno()}"
+        file = files.owned(os.open, (place,), (flags,))
+        if self.is_locked:
+            files.try_flock(file.fileno(), shared=True)
+        return replace(self, file=file)
 
     def equals(self, path: Path) -> bool:
         """Return whether another file has the bytes of the entry."""
@@ -235,7 +243,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
             return None
         if status.st_size != size or not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"its data file has {status.st_size} bytes, not {size}")
-        opened = Opened(file, path, directory, size, status, stuck)
+        opened = Opened(file, path, directory, size, status, stuck, grace is None)
     finally:
         if opened is None:
             file.close()

@@ -103,7 +103,7 @@ def _public(value: object) -> object:
     return value
 
 
-# The text of a ValueError of a parser completes a sentence that begins with the value.
+# These parsers raise ValueError("is not a path"), and `_parse` puts the value in front.
 
 
 def _directory(value: object) -> Path:

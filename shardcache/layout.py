@@ -158,7 +158,7 @@ class Layout:
         for path in self.directories:
             self.modes.make_directory(path, levels=9)
 
-    def linked(self) -> Path | None:
+    def first_link(self) -> Path | None:
         """Return the first directory of the namespace that is a symbolic link, or None."""
         return next((path for path in self.directories if os.path.islink(path)), None)  # noqa: PTH114
 

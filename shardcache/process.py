@@ -227,7 +227,7 @@ class ProcessCache:
     def stop_keeping_used(self) -> None:
         """From now on, let shards be evicted that running jobs have used, for random access."""
         for tier in self.tiers:
-            tier.space.policy = tier.space.policy._replace(keeps_used=False)
+            tier.stop_keeping_used()
 
     # -- shards ------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class ProcessCache:
         self.refuse_in_place(shard)
         while opened is None:
             if (opened := self.lookup(shard, download.outdated, insist=True)) is not None:
-                download.obtained(opened, "hit")
+                download.note_outcome(opened, "hit")
             elif download.source is None:
                 opened = self._join(download)
             else:  # readers do not join it, because it may refuse the file

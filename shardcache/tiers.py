@@ -63,6 +63,7 @@ class Tier:
     space: Space = field(init=False)  #: the budget of the directory
     made: tuple[object, ...] | None = None  #: `identity` after `make`; None if it failed
     _session: Session | None = None
+    _keeps_used: bool = True  # whether the policy may keep shards that running jobs have used
 
     def __post_init__(self) -> None:
         self._locate()
@@ -85,7 +86,7 @@ class Tier:
         """Return all namespaces on the disk, this process's namespace first."""
         # Symbolic links, and directories with other names, belong to other programs.
         ranks = map(self.node.rank, filter(is_rank_name, list_names(self.node.ranks)))
-        layouts = [self.node, *(rank for rank in ranks if rank.linked() is None)]
+        layouts = [self.node, *(rank for rank in ranks if rank.first_link() is None)]
         own = self.store.layout.base
         return [self.store, *(self._store(other) for other in layouts if other.base != own)]
 
@@ -138,7 +139,13 @@ class Tier:
     def limited(self, config: Config) -> Space:
         """Return the budget of this tier with the limits of ``config``."""
         home = Layout.of_root(self._home)
-        return Space(self.node, self.stores, config, self._counters, home)
+        return Space(self.node, self.stores, config, self._counters, home, self._keeps_used)
+
+    def stop_keeping_used(self) -> None:
+        """From now on, let shards be evicted that running jobs have used."""
+        if self._keeps_used:
+            self._keeps_used = False
+            self.space = self.limited(self.config)
 
     def owns(self, directory: str) -> bool:
         """Return whether an entry's directory is in this tier."""

@@ -22,7 +22,7 @@ from shardcache.errors import ConfigError, ShardNotFoundError
 from shardcache.locks.keys import read_holder
 from shardcache.origins.listing import Selection
 from shardcache.prewarm.plan import expand
-from shardcache.space.eviction import Limits, linked
+from shardcache.space.eviction import Limits, group_links
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_journal
@@ -198,7 +198,7 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
         for key, url in pins.items()
         if key not in cached
     ]  # fmt: skip
-    files, tiers, used, evictable = linked(shards), cache.process.present, 0, 0
+    files, tiers, used, evictable = group_links(shards), cache.process.present, 0, 0
     for tier in tiers:
         own = [entry for entry in shards if tier.owns(entry.directory)]
         plan = tier.space.plan(own, Limits(everything=True), tier.space.policy)
@@ -383,8 +383,9 @@ def rm_command(
             number, total = counted(sum(map(bool, sizes)), "shard"), format_bytes(sum(sizes))
             invocation.confirm(f"Remove {number}, {total}, from {cache.dir}?")
         for shard in shards:
+            is_cached = shard in cache  # it may have no bytes
             freed, in_use = cache.remove(shard, dry_run=dry_run)
-            state = "in_use" if in_use else "removed" if freed else "not_cached"
+            state = "in_use" if in_use else "removed" if freed or is_cached else "not_cached"
             rows.append({"url": str(shard), "size": freed, "state": state})
             absent += [shard] if state == "not_cached" else []
         advice = _advice(cache, absent)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-_REMEMBERED = 64  # iterations of a pipeline, of which workers may be as far apart
+_REMEMBERED = 64  # iterations of a pipeline; one worker may be as many behind another
 _EVENT = 128  # bytes, which lie in one page of memory, so that no reader sees a part of them
 _BITS = 32  # of the number of a sample in a place
 _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a state
@@ -190,8 +190,8 @@ class _Run:
     before: int = 0  #: those of earlier passes
     passes: int = 0  #: complete passes over the shards; `repeat` makes several in an epoch
     entered: int = 0  #: places of this pass that were read
-    #: The samples of each shard of this pass so far: "~12" are not read at random, and "~" is a
-    #: shard of them before its end.
+    #: The samples of each shard of this pass so far: "~12" if they are read in sequence, and "~"
+    #: for such a shard whose end was not read yet.
     counts: str = ""
     check: int = 0  #: a checksum of their URLs
     #: What the handler of an error has ended in this pass: the "shards", or the "samples" as well.

@@ -108,7 +108,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         self._place = rank, world_size  # as the user passed them
         self._arrange(lanes, shuffle)
         # Epochs, and samples taken from each lane: where the next iteration begins, and where the
-        # last one is. It requests its last batch before the training gets it, so these may differ.
+        # last one is. A DataLoader requests batches ahead, so these may differ.
         self._start = self._taken = 0, 0
         self._is_checked = False  # whether `_check_room` was called
         # None: the ranks are not compared

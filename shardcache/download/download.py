@@ -203,14 +203,14 @@ class Download:
             was_claimed, self.is_claimed = self.is_claimed or self.ended, True
             return not was_claimed
 
-    def waiting(self, partial: Path) -> None:
+    def note_waiting(self, partial: Path) -> None:
         """Note that another process downloads the shard into ``partial``."""
         with self._table.lock:
             if partial != self.partial:
                 self.partial = partial
                 self._enter(State.WAITING)
 
-    def running(
+    def note_running(
         self, partial: Partial, upstream: bool, abort: Callable[[FetchCancelledError], None]
     ) -> None:
         """Note that this process writes ``partial`` from now on. `cancel` will call ``abort``."""
@@ -220,7 +220,7 @@ class Download:
             self.written, self.is_upstream, self.outcome = partial.written, upstream, "fetched"
             self._enter(State.RUNNING)
 
-    def advanced(self, received: int, partial: Partial | None = None) -> None:
+    def note_bytes(self, received: int, partial: Partial | None = None) -> None:
         """Note bytes ``received`` since the last call, and that ``partial`` has more bytes."""
         with self._table.lock:
             self.received += received
@@ -228,11 +228,11 @@ class Download:
                 self.written = partial.written  # with the lock held, so that it never falls
                 self._notify()
 
-    def retried(self, retries: int) -> None:
+    def note_retries(self, retries: int) -> None:
         """Note how many requests were repeated for the current version of the object."""
         self.retries = retries
 
-    def obtained(self, opened: Opened, outcome: Outcome) -> Opened:
+    def note_outcome(self, opened: Opened, outcome: Outcome) -> Opened:
         """Note how the entry was obtained, and return it."""
         self.outcome = outcome
         return opened

@@ -119,8 +119,8 @@ class _Part:
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
-    If another process waits for this one, it watches the ``record`` of the key's lock. The deadline
-    is that of the retries ``before``, if this is not the first attempt.
+    If another process waits for this one, it watches the ``record`` of the key's lock. The retries
+    ``before`` are those of the previous attempt, if any, whose deadline still holds.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class Transfer:
         self._resources, self._download, self._origin = resources, download, origin
         self._shard = download.shard
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-        attempts = 1 if origin.upstream else None
-        self.retries = resources.policy.started(str(self._shard), attempts, record, before)
+        started, once = resources.policy.started, bool(origin.upstream)
+        self.retries = started(str(self._shard), record, before, once=once)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
         self._partial: Partial  # from `receive`, as is `_info`
         self._info: ObjectInfo
@@ -172,9 +172,9 @@ class Transfer:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
         self._partial, self._info = received, received.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
-        # Or not all bytes are seen.
+        # In these cases, this transfer does not see every byte of a whole archive.
         self.may_end_early = received.written > 0 or self._info.size is None
-        self._download.running(received, bool(self._origin.upstream), self._fail)
+        self._download.note_running(received, bool(self._origin.upstream), self._fail)
         lead = self._queue_parts()
         try:
             self._download.check()  # `_fail` is not called for an earlier `cancel`
@@ -231,7 +231,7 @@ class Transfer:
         If the shard cannot be stored, a reader streams the first response.
         """
         self._fail(exn)
-        self._download.retried(self.retries.retries)  # also those of the first request
+        self._download.note_retries(self.retries.retries)  # also those of the first request
         if (first := self._take_first()) is not None:
             is_refused = is_local_error(exn) or isinstance(exn, (CacheFullError, UnprovenError))
             if is_refused and not self._origin.upstream:
@@ -330,7 +330,7 @@ class Transfer:
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
             if self.retries.retries:
-                self._download.retried(self.retries.retries)
+                self._download.note_retries(self.retries.retries)
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -380,7 +380,7 @@ class Transfer:
                 received += count
                 if part.filled == length or (count == 0 and part.stop is None):
                     self._write(part, fd)
-                    self._download.advanced(received, self._partial)
+                    self._download.note_bytes(received, self._partial)
                     received = 0
                 elif count == 0 and begun < part.position == response.stop:
                     return  # the response had fewer bytes than the request asked for
@@ -392,7 +392,7 @@ class Transfer:
                     self._partial.write(0, part.buffer[: part.filled], fd)
                     self._partial.show(part.filled)
                     part.shown = part.filled
-                    self._download.advanced(0, self._partial)
+                    self._download.note_bytes(0, self._partial)
                 if self.retries.end is not None and not part.complete:
                     self.retries.check()
                 if throttle is not None and (seconds := throttle.spend(count)):
@@ -402,7 +402,7 @@ class Transfer:
             self._responses.discard(response)
             response.close()
             if received:
-                self._download.advanced(received)
+                self._download.note_bytes(received)
 
     def _write(self, part: _Part, fd: int) -> None:
         """Hash, write and record a block. It may be empty at the end of the object."""

@@ -130,7 +130,7 @@ class Worker:
                     url=str(shard),
                 ) from None
             logger.warning("%s changed while it was downloaded; starting over", shard)
-            self._source = next(self._sources, source)  # that of before, if a partial barred it
+            self._source = next(self._sources, source)  # one that a resumed partial did not fit
         elif isinstance(exn, MismatchError):
             if count > _MISMATCHED:
                 raise IntegrityError(
@@ -183,16 +183,16 @@ class Worker:
             if not lock.try_acquire(directories.holder()):
                 found = self._wait(lock)
                 if isinstance(found, Opened):
-                    return download.obtained(found, "coalesced")
+                    return download.note_outcome(found, "coalesced")
                 if found is not None:
                     stack.callback(found.release)
                     lock = None
             self._earlier = frozenset(path.name for path in directories.versions(shard.key))
             opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
             if opened is not None:
-                return download.obtained(opened, "coalesced")
+                return download.note_outcome(opened, "coalesced")
             if (opened := self._link()) is not None:
-                return download.obtained(opened, "linked")
+                return download.note_outcome(opened, "linked")
             if download.source is not None:
                 entry = self._import(download.source)
             else:
@@ -204,7 +204,9 @@ class Worker:
                     logger.warning(text, shard)
                 evict_outdated(directories, shard.key, download.outdated - {version})
             if (opened := directories.lookup(shard)) is not None:
-                return opened if download.source is None else download.obtained(opened, "imported")
+                return (
+                    opened if download.source is None else download.note_outcome(opened, "imported")
+                )
             if is_directory(entry):  # the disk cannot read it, and a new download would not help
                 raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
             raise LostError(f"{entry.name} vanished after it was published")
@@ -280,7 +282,7 @@ class Worker:
         partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
         # The kernel of another node may show the journal before the bytes that it describes.
         if layout.grace is None:
-            self._download.waiting(partial)
+            self._download.note_waiting(partial)
         return holder, read_journal(partial), touched
 
     def _fetch(self, lock: _Lock | None) -> Path:
@@ -328,7 +330,7 @@ class Worker:
             raise refused_file(shard, source, info)
         partial = self._reserve(info, None if self._earlier else source)  # a link keeps its time
         try:
-            if partial.linked is None:
+            if partial.user_mode is None:
                 with open_file(source) as file:
                     while os.sendfile(partial.fd, file.fileno(), None, size):
                         download.check()

@@ -19,6 +19,9 @@ from shardcache.faults import system_error
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.urls import ShardURL
 
+#: Seconds to wait for a command that was killed. The lock of the downloads may be held meanwhile.
+_LAST = 0.1
+
 
 class PipeOrigin(Origin):
     """Runs ``pipe:`` commands. A command fails if it writes nothing for ``timeout`` seconds."""
@@ -95,4 +98,5 @@ class PipeBody:
         if self._process.poll() is None:
             self.abort()
         self._output.close()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a call to a dead mount never ends
+            self._process.wait(_LAST)

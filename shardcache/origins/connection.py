@@ -76,7 +76,7 @@ _CONTROL = re.compile(r"[\r\n\0]")
 
 
 class MalformedError(Exception):
-    """A URL, a header or a response is malformed. A ValueError may be of a signal handler."""
+    """A URL, a header or a response is malformed. No ValueError: signal handlers may raise that."""
 
 
 def split_url(url: str) -> tuple[str, str, str]:
@@ -603,6 +603,7 @@ def _host_and_port(server: str) -> tuple[str, int]:
     try:
         parts = urlsplit(server)
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        (host or "").encode("idna")  # refuses parts that no name in DNS has
     except ValueError as exn:
         raise MalformedError(str(exn)) from exn
     if not host:

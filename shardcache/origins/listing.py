@@ -211,12 +211,12 @@ class Listing:
         return urls
 
     def _pages(
-        self, directory: ShardURL, prefix: str, deep: bool = True, attempts: int | None = None
+        self, directory: ShardURL, prefix: str, deep: bool = True, *, once: bool = False
     ) -> Iterator[list[str]]:
         """Yield the names of the files in a directory, page by page, and remember their sizes."""
         origin, token, tokens = self._origins.of(directory), "", set[str]()
         while True:
-            retries = self._policy.started(str(directory), attempts)
+            retries = self._policy.started(str(directory), once=once)
             page = partial(origin.list_page, directory, prefix, token, deep=deep)
             try:
                 sizes, token = retries.call(page, sleep=clock.sleep)
@@ -258,7 +258,7 @@ class Listing:
                 first, last = (url.removeprefix(str(directory)) for url in (urls[0], urls[-1]))
                 # A prefix consists of characters, not of path components.
                 prefix = os.path.commonprefix([first, last])  # noqa: RUF071
-                for page in self._pages(directory, prefix, attempts=1):
+                for page in self._pages(directory, prefix, once=True):
                     left -= 1
                     if left <= 0 or (page and page[-1] >= last):
                         break

@@ -55,6 +55,8 @@ PROGRESS = 64 * 1024
 _FIRST, _LONGEST = 0.25, 8.0
 #: Longest pause, in seconds, that a server can request with a Retry-After header.
 RETRY_AFTER_CAP = 60.0
+#: Seconds without a request after which a refusal is the first one again.
+_FORGOTTEN = 2 * RETRY_AFTER_CAP
 #: Seconds after which a waiting request checks again whether it may be sent.
 _POLL = 0.25
 #: Seconds between two touches of a holder's record; a much longer time is `stale_after`.
@@ -74,16 +76,21 @@ class RetryPolicy:
     def started(
         self,
         url: str,
-        attempts: int | None = None,
         record: Path | None = None,
         before: Retries | None = None,
+        *,
+        once: bool = False,
     ) -> Retries:
-        """Return the retries of a download of ``url`` that starts now, or goes on after others."""
+        """Return the retries of a download of ``url`` that starts now, or goes on after others.
+
+        With ``once``, there are none: each failure is final, also that of a server that throttles.
+        """
         server, paces = server_of(url), self._paces
-        pace = paces.get(server) or paces.setdefault(server, Pace(server, self.patience))
+        pace = Pace(server, 0) if once else paces.get(server)
+        pace = pace or paces.setdefault(server, Pace(server, self.patience))
         end = None if self.deadline is None else clock.monotonic() + self.deadline
         end = end if before is None else before.end
-        return Retries(self, url, pace, attempts or self.attempts, end, record)
+        return Retries(self, url, pace, 1 if once else self.attempts, end, record)
 
 
 @dataclass(eq=False, repr=False)
@@ -150,7 +157,7 @@ class Retries:
                 with self._pace.turn(wait):  # waits if the server throttles
                     return _remedied(function)
             except TransientError as exn:
-                is_patient = exn.patient and self._policy.patience > 0
+                is_patient = exn.patient and self._pace.patience > 0
                 if not is_patient:
                     # The jitter is added to Retry-After, because many clients get the same number.
                     pause = clock.randomness.uniform(0, min(CAP, BASE * 2**failures))
@@ -187,7 +194,7 @@ class Retries:
             retrying.iter_state.reset()
 
     def _is_late(self, pause: float) -> bool:
-        return self.end is not None and clock.monotonic() + pause > self.end
+        return self.end is not None and clock.monotonic() + pause >= self.end
 
     def _final(self, exn: TransientError, failures: int, is_patient: bool) -> TransferError:
         late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
@@ -223,7 +230,8 @@ def _remedied(function: Callable[[], T]) -> T:
 
 def try_once(url: str, function: Callable[[], T]) -> T:
     """Call ``function`` without retries after a failure, and without patience."""
-    return RetryPolicy(1, None, 0).started(url).call(function, sleep=clock.sleep)
+    retries = RetryPolicy(1, None, 0).started(url, once=True)
+    return retries.call(function, sleep=clock.sleep)
 
 
 class _Turn:
@@ -235,7 +243,7 @@ class Pace:
     """Limits the requests of one process to one bucket or web server. Threads may share it."""
 
     _server: str  # its name in logs, such as ``s3://bucket``
-    _patience: float  # seconds to wait for a server that throttles; 0 never limits the requests
+    patience: float  #: seconds to wait for a server that throttles; 0 never limits the requests
 
     def __post_init__(self) -> None:
         self._guard = threading.Lock()
@@ -247,13 +255,14 @@ class Pace:
         self._next = 0.0  # no request is sent before this time (monotonic clock)
         self._since: float | None = None  # when the throttling began; None if not throttled
         self._refused_since: float | None = None  # first refusal since the last served request
+        self._refused = 0.0  # the last one
         self._announced = 0.0
 
     @property
     def is_over(self) -> bool:
         """Whether the server has refused all requests for ``patience`` seconds."""
         since = self._refused_since
-        return since is not None and clock.monotonic() - since >= self._patience
+        return since is not None and clock.monotonic() - since >= self.patience
 
     @contextmanager
     def turn(self, sleep: Callable[[float], None]) -> Iterator[None]:
@@ -271,7 +280,7 @@ class Pace:
             if self._since is not None:
                 self._speed_up()
         except TransientError as exn:
-            if exn.patient and self._patience:
+            if exn.patient and self.patience:
                 self._slow_down(exn)
             raise
         finally:
@@ -292,8 +301,9 @@ class Pace:
             now = clock.monotonic()
             if self._since is None:
                 self._since, self._full = now, len(self._turns)
-            if self._refused_since is None:
-                self._refused_since = now
+            if self._refused_since is None or now - self._refused > _FORGOTTEN:
+                self._refused_since, self._pauses = now, 0
+            self._refused = now
             if now >= self._next:  # the refusals of one round count once
                 self._limit = max(1, min(self._limit, len(self._turns)) // 2)
                 pause = min(_LONGEST, _FIRST * 2**self._pauses) * clock.randomness.uniform(0.5, 1.0)
@@ -304,7 +314,7 @@ class Pace:
                 return
             self._announced = now
         passed = f" ({format_duration(for_now)} so far)" if for_now >= _ANNOUNCE_EVERY else ""
-        text = f"{exn}; requests wait for up to {format_duration(self._patience)}{passed}"
+        text = f"{exn}; requests wait for up to {format_duration(self.patience)}{passed}"
         self._log(logging.WARNING, f"is not ready: {text}")
 
     def _speed_up(self) -> None:

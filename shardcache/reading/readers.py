@@ -71,7 +71,7 @@ class DownloadReader:
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: PartialSource | None = None
         self._read = 0  # offset after the last byte that was read
-        self._is_fixed = False  # whether bytes or the size of this version were told
+        self._is_fixed = False  # whether the caller has seen bytes or the size
         self._limit = 0  # the watermark: offset after the last byte that may be read
         self._download, self._has_started = cache.start_download(shard, finish=finish, ahead=ahead)
 
@@ -256,9 +256,9 @@ class OriginReader:
         """Read from the next upstream, or at last from the origin."""
         self._origin = origin = next(self._sources)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
-        attempts = 1 if origin.upstream else None
         before, policy = vars(self).get("_retries"), self._cache.resources.policy
-        self._retries = policy.started(str(self._shard), attempts, before=before)
+        once = bool(origin.upstream)
+        self._retries = policy.started(str(self._shard), before=before, once=once)
         self._received = 0  # bytes of `_body`
         self._has_failed = False  # whether the last attempt failed
         if self._version is None:

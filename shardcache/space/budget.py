@@ -128,9 +128,11 @@ class Space:
     _config: Config
     _counters: Counters
     _home: Layout  # whose pins hold here, too
+    _keeps_used: bool = True  # whether the policy may keep shards that running jobs have used
 
     def __post_init__(self) -> None:
-        self.policy = POLICIES[self._config.policy]
+        policy = POLICIES[self._config.policy]
+        self.policy = policy._replace(keeps_used=policy.keeps_used and self._keeps_used)
         self._threads = threading.Lock()  # lets one thread at a time poll the budget lock
         self._stuck: Holder | None = None  # had the budget lock for a minute when last seen
 
@@ -318,7 +320,9 @@ class Space:
         stores, files, share = self.stores(), list[eviction.Links](), 0.0
         for n in range(_PARTS):
             part = f"{n * _STRIDE % _PARTS:02x}"
-            files += eviction.linked(entry for store in stores for entry in store.entries(part))
+            files += eviction.group_links(
+                entry for store in stores for entry in store.entries(part)
+            )
             share = (n + 1) / _PARTS
             if len(files) >= _COUNTED:
                 break

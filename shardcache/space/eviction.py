@@ -58,7 +58,7 @@ class Limits(NamedTuple):
     max_age: float | None = None  #: seconds since the last use
     everything: bool = False  #: remove all entries that are not pinned or in use
     spare: int = 0  #: bytes to remove in addition, if `max_size` or `free_needed` requires removals
-    later: int = 0  #: bytes that these require, but that the next evictions remove
+    later: int = 0  #: bytes that the two require, and that are left to later evictions
 
     def excess(self, total: int) -> int:
         """Return the bytes to remove, if above 0, from a cache with ``total`` bytes on disk."""
@@ -189,7 +189,7 @@ def _past(date: float, now: float) -> float:
     return date if date <= now + SKEW else 0.0
 
 
-def linked(entries: Iterable[Entry]) -> list[Links]:
+def group_links(entries: Iterable[Entry]) -> list[Links]:
     """Group the entries that are links to one file. Inodes are read only of repeated versions."""
     entries, files = list(entries), dict[object, list[Entry]]()
     copies = Counter(entry[1:4] for entry in entries)
@@ -210,7 +210,7 @@ def disk_bytes(links: Links, allocated: Callable[[int], int]) -> int:
 
 def total_bytes(entries: Iterable[Entry], allocated: Callable[[int], int]) -> int:
     """Return the bytes on disk of entries. A file with several links counts once."""
-    return sum(disk_bytes(links, allocated) for links in linked(entries))
+    return sum(disk_bytes(links, allocated) for links in group_links(entries))
 
 
 def plan(
@@ -231,7 +231,7 @@ def plan(
     the bytes on disk of the shards in flight and of the shard that needs room. ``allocated``
     computes the bytes on disk of a shard from its size.
     """
-    files = linked(entries)
+    files = group_links(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
     needed = limits.excess(total + reserved)
     left = needed + limits.spare if needed > 0 else 0

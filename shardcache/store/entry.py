@@ -77,7 +77,10 @@ class Entry(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """The time of storing in ns since the epoch; 1 if replaced, 0 if gone, huge if damaged."""
+        """The time of storing in ns since the epoch, or 1 if replaced, 0 if gone, else the maximum.
+
+        Of several versions, that with the highest number counts. It may be damaged.
+        """
         return _stored(self.directory)
 
     def metadata(self) -> Metadata:
@@ -354,7 +357,7 @@ class Store:
             os.utime(partial.fd, ns=(max(times) + _LATER,) * 2)
         self._known.pop(key, None)
         if not self._rename(partial, entry, metadata.size):
-            remove_directory(partial.path, name)
+            partial.discard()
         elif not others:
             # With other versions, the next `open` must list all of them to find the newest.
             self._remember(key, str(entry), name, metadata.size)

@@ -162,7 +162,9 @@ class Partial:
     #: Of a claimed partial: whether a response shows that the origin still has this version. Until
     #: then, no process reads it.
     confirmed: bool = True
-    linked: int | None = None  #: the mode of a file of the user, if the data is a hard link to it
+    user_mode: int | None = (
+        None  #: the mode of a file of the user, if the data is a hard link to it
+    )
 
     def __post_init__(self) -> None:
         self.path = self.data.parent
@@ -184,10 +186,10 @@ class Partial:
         with contextlib.ExitStack() as stack:
             stack.callback(remove_directory, path, basename)
             data = path / basename
-            linked = None
-            if source is not None:
-                linked = _link(source, data, modes)
-            flags = _CREATE if linked is None else os.O_RDONLY
+            user_mode = None
+            if source is not None and (user_mode := _link(source, data, modes)) is not None:
+                stack.callback(data.chmod, user_mode)
+            flags = _CREATE if user_mode is None else os.O_RDONLY
             try:
                 file = stack.enter_context(files.open_exclusive(data, flags, modes))
             except FileNotFoundError as exn:
@@ -195,13 +197,13 @@ class Partial:
             if layout.grace is None and files.wait_flock(file.fileno()) is False:
                 raise LostError(f"{path.name} was locked by another process")
             journal, sidecar = None, b""
-            if linked is None and (size is None or size > BLOCK):
+            if user_mode is None and (size is None or size > BLOCK):
                 journal = files.open_exclusive(path / PROGRESS, _CREATE, modes)
                 stack.enter_context(journal)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
             records_at = _HEADER.size + len(sidecar)
-            partial = cls(data, metadata, file, journal, records_at, linked=linked)
+            partial = cls(data, metadata, file, journal, records_at, user_mode=user_mode)
             partial._write_header(sidecar)
             stack.pop_all()
         return partial
@@ -343,7 +345,7 @@ class Partial:
             files.write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
             if self._journal is not None:
                 os.unlink(f"{self.path}/{PROGRESS}")  # noqa: PTH108 - no Path per shard
-            if self.linked is None:
+            if self.user_mode is None:
                 os.fchmod(self.fd, modes.published)
             if sync:
                 os.fsync(self.fd)
@@ -363,8 +365,8 @@ class Partial:
         """Close and remove the partial. Does nothing in a forked child, whose file is closed."""
         if not self._file.closed:
             remove_directory(self.path, self.data.name)
-            if self.linked is not None:
-                os.fchmod(self.fd, self.linked)
+            if self.user_mode is not None:
+                os.fchmod(self.fd, self.user_mode)
             self.close()
 
 
@@ -372,7 +374,7 @@ def _link(source: Path, data: Path, modes: files.Modes) -> int | None:
     """Make ``data`` a hard link to a file, and return the mode of that; None if it is impossible.
 
     The file loses its write permissions, because a write to it would change the entry. A file is
-    not linked if another user owns it, or a process has it open for writing.
+    not user_mode if another user owns it, or a process has it open for writing.
     """
     with contextlib.ExitStack() as stack, ignoring(OSError):  # such as another filesystem
         os.link(source, data)

@@ -138,7 +138,7 @@ def is_cache(root: Path) -> bool:
         manifest = (root / MANIFEST).lstat()
     except system_error():
         return False
-    return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).linked() is None
+    return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).first_link() is None
 
 
 def is_read_only(root: Path) -> bool:
@@ -191,9 +191,9 @@ def check_root(config: Config) -> None:
 
 def check_links(layout: Layout) -> None:
     """Raise ConfigError if a directory of the namespace is a symbolic link."""
-    if linked := layout.linked():
+    if link := layout.first_link():
         raise ConfigError(
-            f"{linked} is a symbolic link, and shardcache does not follow links in a cache. "
+            f"{link} is a symbolic link, and shardcache does not follow links in a cache. "
             "Set dir to the directory that it points to."
         )
 

@@ -132,7 +132,10 @@ def test_clean_names_each_reason(run, warm, orphan, tmp_path, monkeypatch):
     assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
 
 
-def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket):
+def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket, s3):
+    s3.put(bucket, "empty", b"")
+    assert run("path", "--fetch", f"s3://{bucket}/empty")[0] == 0
+    assert run("rm", "-y", f"s3://{bucket}/empty") == (0, "removed 1 shard, 0 B\n", "")
     assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
     code, out, _ = run("rm", "-y", *warm[:2])
     assert code == 0 and out.startswith("removed 2 shards, ")

@@ -1,5 +1,6 @@
 """``shardcache import`` and `Cache.add`: files of this machine become cached shards."""
 
+import fcntl
 import json
 import os
 import stat
@@ -121,6 +122,15 @@ def test_a_file_that_may_still_change_is_copied(open_cache, folder, url, data):
         writer.write(b"changed")
     assert not entry.data.samefile(file) and mode(file) == 0o644 and mode(entry.data) == 0o400
     assert entry.data.read_bytes() == data[file.name] != file.read_bytes()
+
+
+def test_a_file_that_is_not_imported_may_be_written_again(open_cache, folder, url):
+    file = folder / "train-0000.tar"
+    with file.open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="vanished"):
+            open_cache().add(url, file)
+    assert mode(file) == 0o644
 
 
 def test_a_file_that_changes_while_it_is_copied_is_not_imported(

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import errno
+import json
 import os
 import pickle
 import time
@@ -223,6 +224,19 @@ def test_a_replaced_shard_gives_its_samples_or_an_error(data, origin):
     with pytest.raises(IntegrityError, match=r"1\.tar has 7 samples, but .* states 6"):
         data[8]
     assert keys([data[12]]) == ["0002-00000"]
+
+
+def test_the_first_sample_of_a_process_evicts_what_jobs_have_used(open_cache, tmp_path):
+    options = {"dir": tmp_path / "full", "max_size": 60_000, "cache_local": True}
+    paths = [tmp_path / f"{number}.tar" for number in range(2)]
+    for number, path in enumerate(paths):
+        path.write_bytes(sample_tar(number, SAMPLES))
+    (tmp_path / "sizes.json").write_text(json.dumps(dict.fromkeys(map(str, paths), SAMPLES)))
+    for path in paths:
+        open_cache(**options).open(str(path)).read()
+    other = open_cache(**options)  # it has no room for both, and has made no directory yet
+    assert TarDataset(tmp_path / "sizes.json", cache=other)[SAMPLES]["__key__"] == "0001-00000"
+    assert str(paths[1]) in other
 
 
 def test_a_shard_that_is_replaced_while_it_is_streamed_is_opened_again(make_cache, origin):

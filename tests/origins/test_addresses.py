@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardcache import TransferError, TransferTimeoutError
+from shardcache import ConfigError, TransferError, TransferTimeoutError
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
 from tests.support.storetools import PATIENCE
@@ -145,6 +145,12 @@ def test_a_forbidden_address_is_no_final_error_if_another_one_fails_otherwise(ne
     for _ in range(20):
         with pytest.raises(TransferError, match="Connection refused"):
             fetch(network.url)
+
+
+@pytest.mark.parametrize("host", ["data..test", f"{'x' * 64}.test"])
+def test_a_name_that_dns_cannot_have_is_refused(fetch, host):
+    with pytest.raises(ConfigError, match="Check the endpoint, URL and proxy"):
+        fetch(f"http://{host}")
 
 
 def test_silent_dns_ends_an_attempt(fetch, monkeypatch):

@@ -1,6 +1,8 @@
 """``pipe:`` URLs."""
 
+import os
 import pickle
+import signal
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,18 @@ def test_a_command_ends_with_its_reader(make_cache, tmp_path, options, command, 
     with make_cache(allow_schemes=["pipe"], attempts=1, **options) as cache, pytest.raises(error):
         cache.fetch(f"pipe:echo $$ > {tmp_path}/pid; {command}")
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_a_command_that_cannot_be_killed_holds_up_nothing(make_cache, monkeypatch):
+    cache = make_cache(allow_schemes=["pipe"])
+    shard, killpg = cache.parse("pipe:exec sleep 20"), os.killpg
+    body = cache.process.origins.of(shard).open(shard, 0, None)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.killpg", lambda *process: None)
+        body.close()
+    assert body._process.poll() is None
+    killpg(body._process.pid, signal.SIGKILL)
+    body._process.wait()
 
 
 def test_a_pickled_command_is_not_run(make_cache):

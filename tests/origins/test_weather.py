@@ -510,6 +510,35 @@ def test_a_wait_for_credentials_needs_no_directory(open_cache, source, clock, mo
     assert open_cache(storage_options={}).open("s3://lab/a.tar").read() == SHARD
 
 
+@pytest.mark.parametrize("options", [{}, {"max_size": 1_000_000}])  # stored, and streamed
+def test_an_upstream_that_throttles_holds_up_nothing(store, open_cache, serve, clock, options):
+    def refused(head: str) -> bytes | None:
+        if ".shardcache.json" in head:
+            return answer("404 Not Found")
+        return refusal("503 Slow Down", "SlowDown") if head.startswith("GET") else None
+
+    mirror = serve(store_of(SHARD), most=1000)
+    mirror.refuse = refused
+    upstream = {"url": "s3://mirror", "endpoint_url": mirror.url, "storage_options": KEYS}
+    cache = open_cache(upstreams=[upstream], **options)
+    for name in "ab":
+        assert cache.open(f"s3://lab/{name}.tar").read() == SHARD
+    assert [head for head in mirror.heads if "GET /mirror/lab/a.tar " in head]
+    pages = [refusal("503 Slow Down", "SlowDown")]
+    store.refuse = lambda head: pages.pop() if pages else None  # this one has patience
+    assert clock.elapsed == 0 and cache.open("s3://lab/c.tar").read() == SHARD
+
+
+def test_a_refusal_after_an_idle_time_is_waited_for_again(store, open_cache, clock):
+    cache = open_cache(deadline=20)
+    store.refuse = lambda head: refusal("503 Slow Down", "SlowDown")
+    with pytest.raises(TransferError, match="the deadline"):
+        cache.open("s3://lab/a.tar").read()
+    clock.sleep(400)
+    store.refuse = until(clock, 1, refusal("503 Slow Down", "SlowDown"))
+    assert cache.open("s3://lab/a.tar").read() == SHARD
+
+
 @pytest.mark.parametrize("retry_after", [None, 5.0, 3600.0])
 def test_pauses_are_random_and_grow_beyond_retry_after(retry_after, monkeypatch):
     """Uniform between zero and a limit that doubles with every attempt, up to a cap."""

@@ -73,7 +73,7 @@ Waiting: waiting for a stopped holder never ends
 
 Space: links count once per rank
     space/eviction.py
-    -return sum(disk_bytes(links, allocated) for links in linked(entries))
+    -return sum(disk_bytes(links, allocated) for links in group_links(entries))
     +return sum(allocated(entry.size) for entry in entries)
     tests/space/test_jobs.py
 

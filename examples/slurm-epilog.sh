@@ -4,7 +4,7 @@
 SHARDCACHE_DIR=/local/nvme/shards
 shardcache=/opt/venv/bin/shardcache
 
-[ -d "$SHARDCACHE_DIR" ] || exit 0
+[ -e "$SHARDCACHE_DIR/manifest.json" ] || exit 0 # there is no cache yet
 owner=$(stat -c %U "$SHARDCACHE_DIR")
 output=$(runuser -u "$owner" -- "$shardcache" --dir "$SHARDCACHE_DIR" clean --quiet --no-wait 2>&1)
 code=$?

@@ -223,7 +223,8 @@ def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
     is_path = re.match(r"[/.]|file:|[^/]*$", shard.raw)
     if not shard.is_local or is_path or shard.local_path.exists():
         return otherwise
-    return f"If it is an object, write s3://{redact(shard.raw)}."
+    name = re.sub(r"^s3/+", "", redact(shard.raw))  # the colon may be missing
+    return f"If it is an object, write s3://{name}."
 
 
 def advise_brackets(text: str) -> str:

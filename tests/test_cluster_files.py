@@ -74,11 +74,12 @@ def test_cron_runs_clean(spy, tmp_path, code):
     *times, rest = line.split(" ", 5)
     assert 0 <= int(times[0]) < 60 and times[1:] == ["*"] * 4
     assert "%" not in rest  # cron would end the line here
-    environment = {"CODE": str(code), "SHARDCACHE_DIR": str(tmp_path / "absent")}
+    (tmp_path / "cache").mkdir()  # such as a mount point
+    environment = {"CODE": str(code), "SHARDCACHE_DIR": str(tmp_path / "cache")}
     shell = "/bin/sh", "-c", rest
     done = subprocess.run(shell, env=environment, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")  # there is no cache yet
-    environment["SHARDCACHE_DIR"] = str(tmp_path)
+    (tmp_path / "cache/manifest.json").touch()
     done = subprocess.run(shell, env=environment, capture_output=True)
     assert called(tmp_path) == [CLEAN]
     assert (done.returncode, done.stdout, done.stderr) == (0 if code == 6 else code, b"", b"")
@@ -101,9 +102,10 @@ def test_slurm_scripts_log_failures_and_succeed(spy, tmp_path, code):
         assert (done.stdout, done.stderr) == (b"", b"")
         return done.returncode
 
+    directory.mkdir()
     assert bash("epilog") == 0
     assert not (tmp_path / "notes").exists()  # there is no cache yet
-    directory.mkdir()
+    (directory / "manifest.json").touch()
     assert (bash("epilog"), bash("prolog"), bash("job")) == (0, 0, code)
     logged = log.read_text() if log.exists() else ""
     assert ("cleaning after job 4711 failed" in logged) is (code == 1)

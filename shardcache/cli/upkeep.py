@@ -92,7 +92,7 @@ def clean_command(
         if report.missing:
             console.warning(
                 f"the cache is still {format_bytes(report.missing)} too large: the other shards "
-                "are in use, or were used since the running jobs started"
+                "are pinned, in use, or were used since the running jobs started"
             )
         if not remove_dir or dry_run:
             return ExitCode.DONE

@@ -475,12 +475,14 @@ class Worker:
 
 def refused_file(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
     """Return the error for a file that is not shown to be the object."""
-    return IntegrityError(
-        f"{shard}: {source} ({source.stat().st_size} bytes) is not imported: it differs from the "
-        f"object ({info.size} bytes), or the origin states no checksum and no MD5. Download the "
-        "shard.",
-        url=str(shard),
-    )
+    size = source.stat().st_size
+    why = "the checksum or ETag at the origin is not that of its bytes"
+    if size != info.size:
+        why = f"the object has {info.size} bytes"
+    elif info.checksum is None and info.etag is None:
+        why = "the origin states neither a checksum nor an ETag"
+    text = f"{shard}: {source} ({size} bytes) is not imported: {why}. Prewarm the shard instead."
+    return IntegrityError(text, url=str(shard))
 
 
 def evict_outdated(directories: Directories, key: str, outdated: frozenset[str]) -> None:

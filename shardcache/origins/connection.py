@@ -462,7 +462,8 @@ class Transport:
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
         self._most = math.inf  # the last argument of `close_idle`
-        weakref.finalize(self, _close, self._open)
+        # Not at the exit: a thread may still read, and the numbers of the sockets be used again.
+        weakref.finalize(self, _close, self._open).atexit = False
 
     def request(
         self,

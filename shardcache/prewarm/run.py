@@ -233,7 +233,7 @@ class Pool:
         fd = os.memfd_create("shardcache-prewarm")
         self._position = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         os.close(fd)
-        weakref.finalize(self, os.close, self._position)
+        weakref.finalize(self, os.close, self._position).atexit = False  # threads may run on
         self._events: SimpleQueue[Started | Finished] = SimpleQueue()
         self._cancelled_at: float | None = None
         self._running: dict[str, Download] = {}

@@ -186,8 +186,8 @@ class Space:
         more = f"{format_bytes(missing)} more" if missing else "more"
         return CacheFullError(
             f"no room for {url} in {self._config.dir}: it needs {more}, and the cached shards are "
-            "in use or were used since the running jobs began. Raise max_size, free the disk, or "
-            "let the shard be streamed.",
+            "pinned, in use or were used since the running jobs began. Raise max_size, free the "
+            "disk, or let the shard be streamed.",
             url=url,
         )
 

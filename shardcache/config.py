@@ -47,12 +47,23 @@ _CREDENTIALS = (
     r"(?i)(key$|key_?id$|secret|token|passw|passphrase|credential|sas|connection_string|cookie|"
     r"signature|(^|[_-])auth($|[_-]|oriz))"
 )
-#: Options of filesystems, and fields of Azure's connection strings, that name a server or account.
+#: Options of filesystems, and fields of Azure's connection strings, that name a server, an account,
+#: an archive or a revision.
 _PLACES = (
     r"(?i)(account|share|store)_?(host|name)|(base_)?url|drive|(blob)?endpoint(_?suffix|_url)?|"
-    r"host(name)?|instance|org|port|region|repo|server"
+    r"fo|gist_id|host(name)?|instance|org|path|port|ref|region|repo|rev(ision)?|server|sha|"
+    r"target_protocol"
 )
-_AZURE = ("abfs", "abfss", "az")
+#: The variables from which filesystems take such options, by scheme.
+_AZURE = {
+    "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
+    "connection_string": "AZURE_STORAGE_CONNECTION_STRING",
+}
+_VARIABLES = {
+    **dict.fromkeys(("abfs", "abfss", "az"), _AZURE),
+    "gs": {"endpoint_url": "STORAGE_EMULATOR_HOST"},
+    "hf": {"endpoint": "HF_ENDPOINT"},
+}
 # The pattern matches up to the last @, because a password may contain / and @.
 _LOGIN = r"(?is)://.*@"
 _SCHEME = r"[a-z][a-z0-9+.-]*"
@@ -388,11 +399,10 @@ class Config:
     def places(self) -> dict[str, str]:
         """Return the options that name a server or an account, by scheme, without secrets."""
         places = {}
-        for scheme in (*self.storage_options, *_AZURE):
+        for scheme in (*self.storage_options, *_VARIABLES):
             named = dict(self.scheme_options(scheme))
-            if scheme in _AZURE:  # adlfs reads these variables
-                for name in ("account_name", "connection_string"):
-                    named[name] = named.get(name) or os.environ.get(f"AZURE_STORAGE_{name.upper()}")
+            for name, variable in _VARIABLES.get(scheme, {}).items():
+                named[name] = named.get(name) or os.environ.get(variable)
             named |= re.findall(r"(\w+)=([^;]*)", str(named.get("connection_string")))
             stated = [n for n in sorted(named) if named[n] and re.fullmatch(_PLACES, n)]
             if stated:

@@ -45,6 +45,9 @@ _Pipeline = TypeVar("_Pipeline")
 #: The arguments of WebDataset's ``tar_file_expander``.
 _EXPANDER_OPTIONS = ("handler", "select_files", "rename_files")
 _Gopen = Callable[..., Any]
+#: Generators of WebDataset that yield the URLs of a list, and of stages that change its order.
+_LISTS = "SimpleShardList.__iter__", "ResampledShards.__iter__", "MultiShardSample.__iter__"
+_ORDERS = "_shuffle", "_shuffled", "split_by_node", "split_by_worker", "single_node_only"
 #: The modules of WebDataset that call ``gopen`` for archives, and only for archives.
 _READERS = frozenset({"webdataset.cache", "webdataset.tariterators"})
 _TWICE = (
@@ -57,9 +60,18 @@ _logged: set[str] = set()
 
 
 def url_opener(
-    data: Iterable[Any], handler: Handler | None = None, *, cache: Cache, **_gopen_options: Any
+    data: Iterable[Any],
+    handler: Handler | None = None,
+    *,
+    cache: Cache,
+    opens_files: bool = False,
+    **_gopen_options: Any,
 ) -> Iterator[dict[str, Any]]:
     """Open the shards of a pipeline. This stage replaces WebDataset's stage of the same name.
+
+    The next shards are downloaded ahead if ``data`` is a list, or one that WebDataset's own stages
+    have shuffled or split: other sources, such as a queue, may count an item as read once it is
+    taken.
 
     Args:
         data: dicts with the key ``url``, or plain URLs.
@@ -67,6 +79,8 @@ def url_opener(
             exception's ``args``. It returns True to continue with the next shard, or False to stop.
             The default raises the exception.
         cache: the cache to read through.
+        opens_files: whether the stage of WebDataset that this one replaces opens local files
+            without ``gopen``, which rewrites URLs.
         **_gopen_options: ignored; WebDataset's function takes options for its pipes.
 
     Yields:
@@ -75,7 +89,8 @@ def url_opener(
     """
 
     _warn_of_ranks(cache)
-    ahead = Lookahead(cache.process, data, partial(shard_of, cache))
+    parsed = partial(shard_of, cache, opens_files=opens_files)
+    ahead = Lookahead(cache.process, data, parsed, prefetch=_is_list(data))
     opened, failed, first = 0, 0, None
     for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
@@ -100,18 +115,51 @@ def url_opener(
         logger.error("none of %d shards could be opened; the first error: %s", failed, first)
 
 
-def shard_of(cache: Cache, item: Any) -> ShardURL:
+def _is_list(data: Any) -> bool:
+    """Return whether items can be taken ahead: of a list, also behind stages of WebDataset."""
+    while inspect.isgenerator(data) and data.gi_frame is not None:
+        frame = data.gi_frame
+        module = str(frame.f_globals["__name__"]).partition(".")[0]
+        if module not in ("webdataset", "shardcache") or data.__qualname__ in _LISTS:
+            return module == "webdataset"
+        if data.__qualname__ not in _ORDERS:
+            return False
+        data = frame.f_locals[data.gi_code.co_varnames[0]]
+    return isinstance(data, list | tuple | type(iter([])))
+
+
+def shard_of(cache: Cache, item: Any, *, opens_files: bool = False) -> ShardURL:
     """Return the shard that WebDataset reads for an item of a pipeline, as GOPEN_REWRITE says.
 
-    Raises ConfigError for one that WDS_SECURE forbids, or whose URL is not valid.
+    ``opens_files`` is as for `url_opener`. Raises ConfigError for a shard that WDS_SECURE forbids,
+    or whose URL is not valid.
     """
     from webdataset.gopen import rewrite_url
 
-    url = rewrite_url(item["url"] if isinstance(item, dict) else item)
+    url = item["url"] if isinstance(item, dict) else item
+    if opens_files and re.match("file:|[^:]*$", str(url)):
+        return cache.parse(url)
+    url = rewrite_url(url)
     shard = cache.parse(url)
     if _is_forbidden(url, shard):
         raise ConfigError(f"{shard}: WDS_SECURE forbids local files and commands.", url=str(shard))
+    if _has_function(url) and is_new(f"gopen {shard.scheme}", cache):
+        text = (
+            "WebDataset's gopen_schemes names a function for %s://, which the cache does not call"
+        )
+        logger.warning(text, shard.scheme)
     return shard
+
+
+def _has_function(url: str) -> bool:
+    """Return whether this program has told WebDataset to open URLs of this scheme in its way."""
+    from webdataset import gopen_schemes
+
+    scheme = url.partition(":")[0]
+    function = gopen_schemes.get(scheme)
+    is_usual = getattr(function, "__module__", None) in ("webdataset.gopen", __name__)
+    is_ais = getattr(function, "__name__", "") == "gopen_ais" and scheme != "ais"  # USE_AIS_FOR
+    return function is not None and (is_ais or not is_usual)
 
 
 def _is_forbidden(url: str, shard: ShardURL) -> bool:
@@ -277,9 +325,10 @@ def attach(
         _warn_of_order(stages, cache)
     urls = getattr(stages[0], "urls", None)
     urls = [url for url in urls if isinstance(url, str)] if isinstance(urls, list) else []
-    if any(map(is_pattern, urls)):
+    patterns = {url for url in urls if is_pattern(url) and ("*" in url or url.endswith("/"))}
+    if patterns:
         listing = Listing(cache.config)
-        groups = [listing.matches(url) if is_pattern(url) else [url] for url in urls]
+        groups = [listing.matches(url) if url in patterns else [url] for url in urls]
         stages[0].urls = urls = [url for group in groups for url in group]
     if not cache.config.cache_local:
         _warn_of_mounts(urls, cache)
@@ -294,6 +343,7 @@ def attach(
 
 def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
     """Return the stages that replace a stage that opens URLs or, with ``fast_tar``, archives."""
+    from webdataset import cache as caches
     from webdataset import filters, tariterators
 
     opens, is_combined = _opens(stage)
@@ -309,7 +359,11 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
     if not opens:
         return [stage]
     handler = options.get("handler", next(iter(args), getattr(stage, "handler", None)))
-    stages = [filters.FilterFunction(url_opener, handler=handler, cache=cache)]
+    opens_files = options.get("opens_files", type(stage).__module__ == caches.__name__)
+    given = {"handler": handler, "cache": cache, "opens_files": opens_files}
+    stages = [filters.FilterFunction(url_opener, **given)]
+    if getattr(stage, "validator", None) not in (None, getattr(caches, "check_tar_format", None)):
+        logger.warning("the validator of FileCache is not called: pass it as the option validate")
     if is_combined:
         kept = {name: options[name] for name in _EXPANDER_OPTIONS if name in options}
         stages += [
@@ -324,10 +378,10 @@ def _opens(stage: Any) -> tuple[bool, bool]:
     from webdataset import cache, tariterators
 
     # WebDataset 1.0 has these classes, and earlier versions have the function.
-    openers = getattr(cache, "StreamingOpen", ()), getattr(cache, "FileCache", ())
+    openers = getattr(cache, "StreamingOpen", None), getattr(cache, "FileCache", None)
     combined = tariterators.tarfile_samples, getattr(cache, "cached_tarfile_samples", None)
     function = _call_of(stage)[0]
-    is_opener = isinstance(stage, openers) or function in (url_opener, tariterators.url_opener)
+    is_opener = type(stage) in openers or function in (url_opener, tariterators.url_opener)
     return is_opener or function in combined, function in combined
 
 
@@ -551,7 +605,8 @@ def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
     """Return whether to read a URL through the cache; raise ConfigError if the cache cannot."""
     shard = cache.parse(url)
     is_archive = is_archive or SHARD.search(shard.basename) is not None
-    return is_archive and not (_is_forbidden(url, shard) or cache.process.is_in_place(shard))
+    is_other = _is_forbidden(url, shard) or _has_function(url)
+    return is_archive and not (is_other or cache.process.is_in_place(shard))
 
 
 def _leave(url: str, reason: str, cache: Cache) -> None:

@@ -280,10 +280,9 @@ def _charts(samples: Sequence[Sample], size: int) -> Iterator[str]:
     except ImportError as exn:
         raise ConfigError("The charts need matplotlib: pip install 'shardcache[report]'.") from exn
     starts = {sample.start for sample in samples}
-    first, span = min(starts), max(starts) - min(starts)
+    span = max(starts) - min(starts)
     # Samples of ten seconds become samples of ten minutes after an hour.
-    period = math.gcd(*(start - first for start in starts)) if span <= database.RECENT else 0
-    period = period or database.PERIOD
+    period = math.gcd(database.PERIOD, *starts) if span <= database.RECENT else database.PERIOD
     step = period * max(1, math.ceil(span / period / _INTERVALS))
     groups = summed_by(samples, lambda sample: sample.start // step * step)
     x: Any = [datetime.fromtimestamp(start + step / 2) for start in groups]  # local time

@@ -328,7 +328,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if is_own and (options := _shuffle_of(stage)).pop("seed", None) == seed:
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
-        names = "\n".join(str(wds.shard_of(cache, each)) for each in urls)
+        shard_of = partial(wds.shard_of, cache, opens_files=self.pipeline[opener].kw["opens_files"])
+        names = "\n".join(map(str, map(shard_of, urls)))
         self._cache = cache
         self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
         self._run: _Run | None = None
@@ -561,6 +562,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         worker = 0 if shardlists.split_by_worker in later else worker
         drawn = self._seed, run.epoch, run.passes, rank, worker, number
         seed, turn = crc32(repr(drawn).encode()), run.epoch * self.repetitions + run.passes
+        if self.repetitions == sys.maxsize:  # of `with_epoch`: a seed has fewer bits
+            turn = crc32(repr((run.epoch, run.passes)).encode())
         if kind in _SHUFFLES:
             options = _shuffle_of(stage)
             if (given := options.pop("seed", None)) is not None:
@@ -585,7 +588,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         kinds = [_kind(stage) for stage in self.pipeline]
         read = opener = kinds.index(wds.url_opener)
         options, *others = map(_options_of, self.pipeline[opener : opener + 3])
-        del options["cache"]
+        del options["cache"], options["opens_files"]
         is_plain = others == [options] * 2 and kinds[opener + 1 :][:2] == _READERS
         read += 3 if is_plain else 1
         while is_plain and read < len(kinds) and kinds[read] in _BLIND:
@@ -648,8 +651,11 @@ class _Shards:
 
     def __init__(self, cache: Cache, run: _Run, stages: list[Any], total: int) -> None:
         self._cache, self._run, self._total = cache, run, total
-        self._shard_of = partial(wds.shard_of, cache)
-        self._handler = _options_of(stages[0])["handler"]
+        options = _options_of(stages[0])
+        opens_files: bool = options["opens_files"]
+        self._shard_of = partial(wds.shard_of, cache, opens_files=opens_files)
+        self._open = partial(wds.url_opener, cache=cache, opens_files=opens_files)
+        self._handler = options["handler"]
         self.is_plain = len(stages) > 1  #: otherwise, the pipeline's own stages get the shards
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
         # By number of the shard: its URL, its samples, and how many of them were not read yet.
@@ -686,9 +692,9 @@ class _Shards:
         for count, item, places in known:
             yield from places
             if "~" in count and count != "~0":
-                source = next(wds.url_opener([item], cache=self._cache))
+                source = next(self._open([item]))
                 yield from self._streamed(source, count[1:])
-        for source in () if run.ended else wds.url_opener(items, self._skip, cache=self._cache):
+        for source in () if run.ended else self._open(items, self._skip):
             if (opened := self._indexed(source)) is not None:
                 yield from self._enter(source["url"], str(len(opened)), opened)
             else:

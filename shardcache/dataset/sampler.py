@@ -111,6 +111,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         # last one is. A DataLoader requests batches ahead, so these may differ.
         self._start = self._taken = 0, 0
         self._is_checked = False  # whether `_check_room` was called
+        self._is_in_order = True  # whether the last DataLoader keeps the order of the batches
         # None: the ranks are not compared
         self._number = next(_numbers) if self._place == (None, None) else None
 
@@ -167,8 +168,11 @@ class ShardBatchSampler(Sampler[list[int]]):
                 the sampler or the DataLoader has returned. Pass it if others take batches ahead.
 
         Raises:
-            ConfigError: the epoch has fewer batches.
+            ConfigError: the epoch has fewer batches, or the DataLoader has ``in_order=False``.
         """
+        if not self._is_in_order:
+            text = "with in_order=False, no number of batches says which of them were trained. "
+            raise ConfigError(f"{text}Make the DataLoader without it.")
         epoch, taken = self._taken
         if batch is not None:
             start = taken % self.share
@@ -330,7 +334,10 @@ class _Iteration:
         sampler, start = self._sampler, self._taken
         if self._epoch is None:  # in the process that iterates
             self._epoch, self._pid = Epoch(sampler.order, self._number), 0
-            self._begun, self._returned = start, -_batches_ahead()
+            loader = _iterating_loader()
+            ahead = getattr(loader, "_num_workers", 0) * getattr(loader, "_prefetch_factor", 0)
+            self._begun, self._returned = start, -ahead
+            sampler._is_in_order = getattr(loader, "_in_order", True)
         if not sampler._batches(start):
             self._advance(start)  # a DataLoader requests one more for each that it returns
             raise StopIteration
@@ -364,10 +371,9 @@ class _Iteration:
         self._epoch = None
 
 
-def _batches_ahead() -> int:
-    """Return how many batches the DataLoader that iterates requests before it returns the first."""
+def _iterating_loader() -> Any:
+    """Return torch's iterator that requests the batches, or None if there is none."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "_next_index":
         frame = frame.f_back
-    loader = frame and frame.f_locals.get("self")
-    return getattr(loader, "_num_workers", 0) * getattr(loader, "_prefetch_factor", 0)
+    return frame and frame.f_locals.get("self")

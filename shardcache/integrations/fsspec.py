@@ -58,6 +58,10 @@ class ShardFile(io.BufferedReader):
         super().__init__(raw, BUFFER)
         self.path = path
 
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read bytes; all that are left for any number below zero, as fsspec's files do."""
+        return super().read(-1 if size is None or size < 0 else size)
+
     def _fetch_range(self, start: int, end: int) -> bytes:
         self.seek(start)
         return self.read(end - start)
@@ -120,6 +124,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             target_options = {**in_url, **options.pop(target_protocol, {})}
         if (fs is None) == (target_protocol is None):
             raise ConfigError("Write the URL of the origin after shardcache::, or pass only fs=...")
+        if getattr(fs, "storage_args", ()):
+            raise ConfigError(f"Pass the arguments of {type(fs).__name__} by name.")
         self._fs = fs or fsspec.filesystem(target_protocol, **(target_options or {}))
         self._pid = os.getpid()
         self._options = {k: v for k, v in options.items() if k not in _FSSPEC_OPTIONS}

@@ -31,13 +31,20 @@ class Lookahead:
 
     The consumer never waits for these downloads. A shard that another process downloads is left to
     that process, and a cached shard is opened at once, so that it is not evicted. The downloads end
-    when the consumer stops. An error of ``data`` is raised after the items before it.
+    when the consumer stops. An error of ``data`` is raised after the items before it. Without
+    ``prefetch``, an item is taken when the consumer asks for it.
     """
 
     def __init__(
-        self, cache: ProcessCache, data: Iterable[Any], shard_of: Callable[[Any], ShardURL]
+        self,
+        cache: ProcessCache,
+        data: Iterable[Any],
+        shard_of: Callable[[Any], ShardURL],
+        *,
+        prefetch: bool = True,
     ) -> None:
         self._cache = cache
+        self._most = cache.config.prefetch if prefetch else 0
         self._data = iter(data)
         self._shard_of = shard_of
         self._queue: deque[tuple[Any, Opened | DownloadReader | None]] = deque()
@@ -69,7 +76,7 @@ class Lookahead:
         except (ShardNotFoundError, AccessDeniedError) as exn:
             self._refused[shard.key] = type(exn)(exn.message)  # a copy without the traceback
             raise
-        while len(self._queue) < self._cache.config.prefetch and self._take(download=True):
+        while len(self._queue) < self._most and self._take(download=True):
             pass
         return stream
 

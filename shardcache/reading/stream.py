@@ -354,7 +354,9 @@ class ShardStream(io.RawIOBase):
         """See `io.IOBase.fileno`; UnsupportedOperation while no entry is read."""
         if not isinstance(self._reader, Opened):
             raise io.UnsupportedOperation("the shard is not, or not yet, read from a local file")
-        return self._reader.file.fileno()
+        fd = self._reader.file.fileno()
+        os.lseek(fd, self._position, os.SEEK_SET)  # another program may read from there
+        return fd
 
     def close(self) -> None:
         """Release the entry for eviction, leave the download, or close the connection."""

@@ -179,6 +179,14 @@ def test_the_order_of_each_epoch_is_a_promise(make):
     assert len({tuple(part) for epoch in epochs for part in (epoch[:half], epoch[half:])}) == 4
 
 
+def test_an_epoch_of_drawn_shards_repeats_no_pass_of_the_epoch_before(make_cache):
+    shards = wds.ResampledShards(URLS, nshards=2, deterministic=True)
+    drawn = wds.DataPipeline(shards, wds.tarfile_to_samples()).with_epoch(200)
+    drawn = make_cache().attach(drawn, resume=True)
+    first, second = ([each["__key__"] for each in drawn] for _ in range(2))
+    assert not any(second[:60] == first[at:][:60] for at in range(140))
+
+
 def test_shards_that_are_shuffled_before_they_are_divided_go_to_one_reader(
     make_cache, set_variables
 ):

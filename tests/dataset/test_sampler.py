@@ -86,6 +86,14 @@ def test_the_batch_size_may_change_when_a_job_resumes(make):
     assert len(read([first])) == len(first) == 13
 
 
+def test_batches_out_of_order_have_no_state(make):
+    sampler = make()
+    options = {"batch_sampler": sampler, "num_workers": 1, "in_order": False}
+    next(iter(torch_data.DataLoader(range(880), **options)))
+    with pytest.raises(ConfigError, match="with in_order=False, no number of batches says"):
+        sampler.state_dict(batch=1)
+
+
 def test_an_iteration_begins_where_the_last_complete_one_or_a_state_ends(make):
     sampler, other = make(), make()
     first = read([sampler], 3)

@@ -6,6 +6,7 @@ import pickle
 import re
 import sys
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -328,6 +329,20 @@ def test_wrong_options_and_chains_are_refused(memory, default):
         fsspec.filesystem("shardcache", skip_instance_cache=True)
     with pytest.raises(ConfigError, match="only fs="):
         fsspec.filesystem("shardcache", target_protocol="s3", fs=memory.fs)
+    with pytest.raises(ConfigError, match="arguments of DirFileSystem by name"):
+        fsspec.filesystem("shardcache", fs=fsspec.get_filesystem_class("dir")("/x", memory.fs))
+    assert memory.open("/a.tar").read(-10) == SHARD
+
+
+def test_archives_with_members_of_one_name_are_told_apart(tmp_path, default):
+    for name in "one", "two":
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
+            archive.writestr("a.txt", name)
+    options = {"dir": tmp_path / "cache", "allow_schemes": ["zip"], "min_free": 0}
+    for name in "one", "two":
+        url = f"shardcache::zip://a.txt::{tmp_path}/{name}.zip"
+        with fsspec.open(url, shardcache=options) as file:
+            assert file.read() == name.encode()
 
 
 def test_a_url_can_be_signed(url, default, s3):

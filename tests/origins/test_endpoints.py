@@ -168,6 +168,9 @@ def test_the_key_has_the_server_or_account_that_options_name(open_cache, monkeyp
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "alice")
     assert key({}) == keys[1] and key({"az": options[1]}) == keys[2]
     assert key({}, "abfs://data/a.tar") == key({"abfs": options[0]}, "abfs://data/a.tar")
+    plain, mirror = key({}, url := "hf://datasets/lab/a.tar"), {"endpoint": "https://hf.test"}
+    monkeypatch.setenv("HF_ENDPOINT", mirror["endpoint"])
+    assert key({}, url) == key({"hf": mirror}, url) != plain
     servers = {"host": "a"}, {"host": "b"}, {"host": "b", "port": 23}
     assert len({key({"sftp": each}, "sftp:///a.tar") for each in servers}) == 3
 

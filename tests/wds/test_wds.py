@@ -123,12 +123,59 @@ def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch)
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_an_attached_pipeline_reads_what_webdataset_would_read(make_cache, monkeypatch, resume):
-    monkeypatch.setenv("GOPEN_REWRITE", "cloud://=s3://;s3://=s3://wrong/")
+def test_an_attached_pipeline_reads_what_webdataset_would_read(
+    make_cache, monkeypatch, tmp_path, resume
+):
+    monkeypatch.setenv("GOPEN_REWRITE", f"cloud://=s3://;s3://=s3://wrong/;{tmp_path}=/wrong")
     urls = [f"cloud://lab/train-{number:04d}.tar" for number in range(4)]
     dataset = make_cache().attach(pipeline_of(urls, wds.shuffle(9)), resume=resume)
     samples = list(dataset)
     assert keys(samples) == KEYS and {sample["__url__"] for sample in samples} == {*urls}
+    if not BEFORE_1_0:  # its WebDataset opens local files itself
+        (tmp_path / "0.tar").write_bytes(SHARDS[0])
+        dataset = wds.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False)
+        assert len(keys(make_cache().attach(dataset, resume=resume))) == 5
+
+
+def test_a_function_for_a_scheme_is_said_to_be_replaced(make_cache, monkeypatch, caplog):
+    monkeypatch.setitem(wds.gopen_schemes, "s3", lambda *arguments: arguments)
+    assert keys(make_cache().attach(pipeline_of(SPEC))) == KEYS
+    assert caplog.text.count("names a function for s3://, which the cache does not call") == 1
+    module = sys.modules["webdataset.gopen"]
+    monkeypatch.setattr("shardcache.wds.default_cache", make_cache)
+    monkeypatch.setattr(module, "gopen", module.gopen)
+    monkeypatch.setitem(module.gopen_schemes, "__default__", None)
+    read_through_cache(module)
+    assert module.gopen("s3://lab/train-0000.tar")[0] == "s3://lab/train-0000.tar"
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_source_that_counts_what_was_taken_loses_no_shard(make_cache, resume):
+    class Source(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while urls:
+                yield {"url": urls.pop(0)}
+
+    urls, source = [f"s3://lab/train-{number:04d}.tar" for number in range(4)], Source()
+    source = source if not resume else lambda: iter(source_of())
+    source_of = Source().__iter__
+    dataset = wds.DataPipeline(source, wds.tarfile_to_samples())
+    dataset = make_cache(prefetch=3).attach(dataset, resume=resume).with_epoch(5)
+    assert sorted(key for _ in range(4) for key in keys(dataset)) == KEYS
+
+
+@pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset has no classes that open shards")
+def test_openers_of_the_program_are_not_replaced(make_cache, caplog, tmp_path):
+    class Own(wds.cache.StreamingOpen):
+        pass
+
+    samples = wds.tariterators.tar_file_expander, wds.tariterators.group_by_keys
+    with pytest.raises(ConfigError, match=r"no stage of this pipeline opens URLs .*Own"):
+        make_cache().attach(wds.DataPipeline(wds.SimpleShardList(SPEC), Own(), *samples))
+    opener = wds.cache.FileCache(str(tmp_path), validator=bool)
+    pipeline = wds.DataPipeline(wds.SimpleShardList(SPEC), opener, *samples)
+    assert keys(make_cache().attach(pipeline)) == KEYS
+    assert "the validator of FileCache is not called" in caplog.text
 
 
 def test_a_hidden_error_is_logged_once(make_cache, caplog):
@@ -389,6 +436,12 @@ def test_attach_expands_patterns_and_an_open_says_how_to(s3, bucket, s3_environm
         with pytest.raises(ConfigError, match=re.escape("Pass shardcache.expand(SPEC)")):
             cache.open(url)
     assert shardcache.expand(f"{b}/a*.tar", cache) == [f"{b}/a.tar"]
+
+
+def test_a_question_mark_in_a_name_is_no_pattern_in_a_pipeline(make_cache, tmp_path):
+    for number, name in enumerate(("a?.tar", "ab.tar")):
+        (tmp_path / name).write_bytes(SHARDS[number])
+    assert keys(make_cache().attach(pipeline_of([f"{tmp_path}/a?.tar"]))) == KEYS[:5]
 
 
 def test_a_second_copy_in_the_cache_of_webdataset_is_named(make_cache, tmp_path, caplog):

@@ -335,7 +335,7 @@ class Config:
     )
     isolation: Isolation = _choose(Isolation, "Which processes share one copy of a shard.")
     fill: Fill = _choose(Fill, "Read a shard during its download (follow) or after it (complete).")
-    prefetch: int = _opt(_count(64, 0), 3, "Number of shards to download ahead of the reader.")
+    prefetch: int = _opt(_count(64, 0), 3, "Number of shards of a list to download ahead.")
     connections: int = _opt(_count(256), 32, "Maximum connections per process; a node shares 64.")
     part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB if unset.")
     attempts: int = _opt(_count(100), 5, "Attempts before a transient error becomes permanent.")

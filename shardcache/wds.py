@@ -60,12 +60,7 @@ _logged: set[str] = set()
 
 
 def url_opener(
-    data: Iterable[Any],
-    handler: Handler | None = None,
-    *,
-    cache: Cache,
-    opens_files: bool = False,
-    **_gopen_options: Any,
+    data: Iterable[Any], handler: Handler | None = None, *, cache: Cache, **_gopen_options: Any
 ) -> Iterator[dict[str, Any]]:
     """Open the shards of a pipeline. This stage replaces WebDataset's stage of the same name.
 
@@ -79,8 +74,6 @@ def url_opener(
             exception's ``args``. It returns True to continue with the next shard, or False to stop.
             The default raises the exception.
         cache: the cache to read through.
-        opens_files: whether the stage of WebDataset that this one replaces opens local files
-            without ``gopen``, which rewrites URLs.
         **_gopen_options: ignored; WebDataset's function takes options for its pipes.
 
     Yields:
@@ -89,8 +82,7 @@ def url_opener(
     """
 
     _warn_of_ranks(cache)
-    parsed = partial(shard_of, cache, opens_files=opens_files)
-    ahead = Lookahead(cache.process, data, parsed, prefetch=_is_list(data))
+    ahead = Lookahead(cache.process, data, partial(shard_of, cache), prefetch=_is_list(data))
     opened, failed, first = 0, 0, None
     for item in ahead:
         sample: dict[str, Any] = item if isinstance(item, dict) else {"url": item}
@@ -128,18 +120,14 @@ def _is_list(data: Any) -> bool:
     return isinstance(data, list | tuple | type(iter([])))
 
 
-def shard_of(cache: Cache, item: Any, *, opens_files: bool = False) -> ShardURL:
+def shard_of(cache: Cache, item: Any) -> ShardURL:
     """Return the shard that WebDataset reads for an item of a pipeline, as GOPEN_REWRITE says.
 
-    ``opens_files`` is as for `url_opener`. Raises ConfigError for a shard that WDS_SECURE forbids,
-    or whose URL is not valid.
+    Raises ConfigError for one that WDS_SECURE forbids, or whose URL is not valid.
     """
     from webdataset.gopen import rewrite_url
 
-    url = item["url"] if isinstance(item, dict) else item
-    if opens_files and re.match("file:|[^:]*$", str(url)):
-        return cache.parse(url)
-    url = rewrite_url(url)
+    url = rewrite_url(item["url"] if isinstance(item, dict) else item)
     shard = cache.parse(url)
     if _is_forbidden(url, shard):
         raise ConfigError(f"{shard}: WDS_SECURE forbids local files and commands.", url=str(shard))
@@ -359,9 +347,7 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
     if not opens:
         return [stage]
     handler = options.get("handler", next(iter(args), getattr(stage, "handler", None)))
-    opens_files = options.get("opens_files", type(stage).__module__ == caches.__name__)
-    given = {"handler": handler, "cache": cache, "opens_files": opens_files}
-    stages = [filters.FilterFunction(url_opener, **given)]
+    stages = [filters.FilterFunction(url_opener, handler=handler, cache=cache)]
     if getattr(stage, "validator", None) not in (None, getattr(caches, "check_tar_format", None)):
         logger.warning("the validator of FileCache is not called: pass it as the option validate")
     if is_combined:

@@ -328,8 +328,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if is_own and (options := _shuffle_of(stage)).pop("seed", None) == seed:
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
-        shard_of = partial(wds.shard_of, cache, opens_files=self.pipeline[opener].kw["opens_files"])
-        names = "\n".join(map(str, map(shard_of, urls)))
+        names = "\n".join(str(wds.shard_of(cache, each)) for each in urls)
         self._cache = cache
         self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
         self._run: _Run | None = None
@@ -588,7 +587,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         kinds = [_kind(stage) for stage in self.pipeline]
         read = opener = kinds.index(wds.url_opener)
         options, *others = map(_options_of, self.pipeline[opener : opener + 3])
-        del options["cache"], options["opens_files"]
+        del options["cache"]
         is_plain = others == [options] * 2 and kinds[opener + 1 :][:2] == _READERS
         read += 3 if is_plain else 1
         while is_plain and read < len(kinds) and kinds[read] in _BLIND:
@@ -651,11 +650,8 @@ class _Shards:
 
     def __init__(self, cache: Cache, run: _Run, stages: list[Any], total: int) -> None:
         self._cache, self._run, self._total = cache, run, total
-        options = _options_of(stages[0])
-        opens_files: bool = options["opens_files"]
-        self._shard_of = partial(wds.shard_of, cache, opens_files=opens_files)
-        self._open = partial(wds.url_opener, cache=cache, opens_files=opens_files)
-        self._handler = options["handler"]
+        self._shard_of = partial(wds.shard_of, cache)
+        self._handler = _options_of(stages[0])["handler"]
         self.is_plain = len(stages) > 1  #: otherwise, the pipeline's own stages get the shards
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
         # By number of the shard: its URL, its samples, and how many of them were not read yet.
@@ -692,9 +688,9 @@ class _Shards:
         for count, item, places in known:
             yield from places
             if "~" in count and count != "~0":
-                source = next(self._open([item]))
+                source = next(wds.url_opener([item], cache=self._cache))
                 yield from self._streamed(source, count[1:])
-        for source in () if run.ended else self._open(items, self._skip):
+        for source in () if run.ended else wds.url_opener(items, self._skip, cache=self._cache):
             if (opened := self._indexed(source)) is not None:
                 yield from self._enter(source["url"], str(len(opened)), opened)
             else:

@@ -204,9 +204,9 @@ class Worker:
                     logger.warning(text, shard)
                 evict_outdated(directories, shard.key, download.outdated - {version})
             if (opened := directories.lookup(shard)) is not None:
-                return (
-                    opened if download.source is None else download.note_outcome(opened, "imported")
-                )
+                if download.source is not None:
+                    download.note_outcome(opened, "imported")
+                return opened
             if is_directory(entry):  # the disk cannot read it, and a new download would not help
                 raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
             raise LostError(f"{entry.name} vanished after it was published")

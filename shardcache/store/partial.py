@@ -162,9 +162,7 @@ class Partial:
     #: Of a claimed partial: whether a response shows that the origin still has this version. Until
     #: then, no process reads it.
     confirmed: bool = True
-    user_mode: int | None = (
-        None  #: the mode of a file of the user, if the data is a hard link to it
-    )
+    user_mode: int | None = None  #: the mode of the user's file, if the data is a link to it
 
     def __post_init__(self) -> None:
         self.path = self.data.parent
@@ -374,7 +372,7 @@ def _link(source: Path, data: Path, modes: files.Modes) -> int | None:
     """Make ``data`` a hard link to a file, and return the mode of that; None if it is impossible.
 
     The file loses its write permissions, because a write to it would change the entry. A file is
-    not user_mode if another user owns it, or a process has it open for writing.
+    not linked if another user owns it, or a process has it open for writing.
     """
     with contextlib.ExitStack() as stack, ignoring(OSError):  # such as another filesystem
         os.link(source, data)

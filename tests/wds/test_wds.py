@@ -123,18 +123,12 @@ def test_the_cache_refuses_what_webdataset_forbids(url, make_cache, monkeypatch)
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_an_attached_pipeline_reads_what_webdataset_would_read(
-    make_cache, monkeypatch, tmp_path, resume
-):
-    monkeypatch.setenv("GOPEN_REWRITE", f"cloud://=s3://;s3://=s3://wrong/;{tmp_path}=/wrong")
+def test_an_attached_pipeline_reads_what_webdataset_would_read(make_cache, monkeypatch, resume):
+    monkeypatch.setenv("GOPEN_REWRITE", "cloud://=s3://;s3://=s3://wrong/")
     urls = [f"cloud://lab/train-{number:04d}.tar" for number in range(4)]
     dataset = make_cache().attach(pipeline_of(urls, wds.shuffle(9)), resume=resume)
     samples = list(dataset)
     assert keys(samples) == KEYS and {sample["__url__"] for sample in samples} == {*urls}
-    if not BEFORE_1_0:  # its WebDataset opens local files itself
-        (tmp_path / "0.tar").write_bytes(SHARDS[0])
-        dataset = wds.WebDataset(str(tmp_path / "0.tar"), shardshuffle=False)
-        assert len(keys(make_cache().attach(dataset, resume=resume))) == 5
 
 
 def test_a_function_for_a_scheme_is_said_to_be_replaced(make_cache, monkeypatch, caplog):
@@ -149,6 +143,7 @@ def test_a_function_for_a_scheme_is_said_to_be_replaced(make_cache, monkeypatch,
     assert module.gopen("s3://lab/train-0000.tar")[0] == "s3://lab/train-0000.tar"
 
 
+@pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset takes a shard before it ends the last one")
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_source_that_counts_what_was_taken_loses_no_shard(make_cache, resume):
     class Source(torch.utils.data.IterableDataset):

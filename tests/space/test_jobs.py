@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,9 @@ def disk_bytes(base: Path) -> int:
     """Return the bytes on disk of all entries and partials."""
     total = 0
     # Objects first, so that no shard that is published now counts twice.
-    for path in (*base.glob("objects/*/*/*/*"), *base.glob("partial/*/*")):
-        if not path.parent.name.startswith("evict"):
+    # `Path.glob` raises an error if a directory is removed before it is listed.
+    for name in (*glob(f"{base}/objects/*/*/*/*"), *glob(f"{base}/partial/*/*")):
+        if not (path := Path(name)).parent.name.startswith("evict"):
             with contextlib.suppress(FileNotFoundError):
                 total += path.lstat().st_blocks * 512
     return total

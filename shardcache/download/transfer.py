@@ -16,7 +16,6 @@ import logging
 import math
 import sys
 import threading
-from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -60,8 +59,6 @@ _LAST_RESPONSE = 5.0
 _FAREWELL = 5.0
 #: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
-#: Blocks of memory for the next parts. To get one from the kernel, which clears it, takes 0.2 ms.
-_spare: deque[memoryview] = deque(maxlen=4)
 
 
 @dataclass(eq=False, repr=False)
@@ -110,10 +107,8 @@ class _Part:
         self.filled = 0  # bytes of the current block, which are in the buffer
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
-        try:
-            self.buffer = _spare.pop()
-        except IndexError:
-            self.buffer = memoryview(bytearray(BLOCK))
+        # Of its own: one that another core has just used costs more than a new one.
+        self.buffer = memoryview(bytearray(BLOCK if stop is None else min(BLOCK, stop - start)))
 
 
 class Transfer:
@@ -309,7 +304,6 @@ class Transfer:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
             self.retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
-        _spare.append(part.buffer)
         if part.position == 0 and (unused := self._take_first()) is not None:  # an empty object
             unused.close()
 

@@ -159,8 +159,9 @@ def is_main() -> bool:
 
 
 def is_alone() -> bool:
-    """Return whether no other thread runs Python code, except threads of shardcache."""
-    return {*threading.enumerate()} <= {threading.current_thread(), *_started}
+    """Return whether no other thread runs Python code, except threads of `start`."""
+    others = {*threading.enumerate()} - {threading.current_thread()}
+    return all(thread.name.startswith("shardcache-") for thread in others)
 
 
 def call(function: Callable[[], T], seconds: float | None, name: str) -> T:

@@ -45,9 +45,8 @@ _Pipeline = TypeVar("_Pipeline")
 #: The arguments of WebDataset's ``tar_file_expander``.
 _EXPANDER_OPTIONS = ("handler", "select_files", "rename_files")
 _Gopen = Callable[..., Any]
-#: Generators of WebDataset that yield the URLs of a list, and of stages that change its order.
+#: Generators of WebDataset that yield the URLs of a list.
 _LISTS = "SimpleShardList.__iter__", "ResampledShards.__iter__", "MultiShardSample.__iter__"
-_ORDERS = "_shuffle", "_shuffled", "split_by_node", "split_by_worker", "single_node_only"
 #: The modules of WebDataset that call ``gopen`` for archives, and only for archives.
 _READERS = frozenset({"webdataset.cache", "webdataset.tariterators"})
 _TWICE = (
@@ -64,9 +63,8 @@ def url_opener(
 ) -> Iterator[dict[str, Any]]:
     """Open the shards of a pipeline. This stage replaces WebDataset's stage of the same name.
 
-    The next shards are downloaded ahead if ``data`` is a list, or one that WebDataset's own stages
-    have shuffled or split: other sources, such as a queue, may count an item as read once it is
-    taken.
+    The next shards are downloaded ahead if ``data`` comes from a list, also behind generators that
+    shuffle or split it. Other sources, such as a queue, may count an item as read once it is taken.
 
     Args:
         data: dicts with the key ``url``, or plain URLs.
@@ -108,15 +106,13 @@ def url_opener(
 
 
 def _is_list(data: Any) -> bool:
-    """Return whether items can be taken ahead: of a list, also behind stages of WebDataset."""
+    """Return whether items can be taken ahead: those of a list, also behind other stages."""
     while inspect.isgenerator(data) and data.gi_frame is not None:
-        frame = data.gi_frame
-        module = str(frame.f_globals["__name__"]).partition(".")[0]
-        if module not in ("webdataset", "shardcache") or data.__qualname__ in _LISTS:
-            return module == "webdataset"
-        if data.__qualname__ not in _ORDERS:
-            return False
-        data = frame.f_locals[data.gi_code.co_varnames[0]]
+        if data.__qualname__ in _LISTS:
+            return True
+        names = data.gi_code.co_varnames[: data.gi_code.co_argcount]
+        values = map(data.gi_frame.f_locals.get, names)
+        data = next((each for each in values if isinstance(each, Iterator)), None)
     return isinstance(data, list | tuple | type(iter([])))
 
 

@@ -5,6 +5,7 @@ import gc
 import threading
 
 import pytest
+from webdataset import SimpleShardList
 
 from shardcache.errors import ShardNotFoundError, TransferError
 from tests.support.caches import held_elsewhere
@@ -42,6 +43,24 @@ def test_shards_arrive_in_order_and_are_downloaded_once(make_cache, origin, fill
             assert prefetch or requested(origin) in (URLS[: number + 1], URLS)  # nothing early
         assert found == DATA
     assert sorted(url for url, _, _ in origin.requests) == URLS
+
+
+def test_only_the_items_of_a_list_are_taken_ahead(make_cache):
+    def counted(urls):
+        while urls:
+            yield urls.pop(0)
+
+    def split(items):  # by a function of the program
+        for item in items:
+            taken.append(item)
+            yield item
+
+    for items, most in (SimpleShardList(URLS), 3), (counted([*URLS]), 1):
+        taken = []
+        rows = make_cache(prefetch=2).url_opener(split(iter(items)))
+        next(rows)
+        assert len(taken) == most
+        rows.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 5])

@@ -38,7 +38,7 @@ def test_one_rank_works_and_all_get_its_result(tmp_path, ran):
 def test_all_ranks_see_a_failure_which_is_not_retried(tmp_path, ran):
     def fail():
         ran()
-        raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=0123 is gone")
+        raise KeyError("s3://KEY:secret@lab/model.tar?X-Amz-Signature=canary is gone")
 
     def rank(parent, number):
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_all_ranks_see_a_failure_which_is_not_retried(tmp_path, ran):
     for error in (each for each in found if isinstance(each, dict)):
         assert error["type"] == "KeyError" and "is gone" in error["cause"]
         assert "once('model') failed on" in error["text"] and "in fail" in error["text"]
-        assert "secret" not in error["text"] and "0123" not in error["text"]
+        assert "secret" not in error["text"] and "canary" not in error["text"]
     assert sync.once("model", ran, "mended", dir=tmp_path, job="j", again=True) == "mended"
     for kind in (TypeError, sync.OnceError):  # raised by the call itself, then recorded
         with pytest.raises(kind, match="not JSON serializable"):

@@ -161,7 +161,7 @@ GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 def check_own(path: Path | str, status: os.stat_result) -> None:
-    """Raise OSError (ELOOP, as for a symbolic link) for a file with a second name, or no file."""
+    """Raise OSError (ELOOP) unless this is a regular file with exactly one name."""
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         reason = "it is a link or no regular file, so another program may own it; remove it"
         raise OSError(errno.ELOOP, reason, str(path))

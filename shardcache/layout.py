@@ -21,7 +21,7 @@ _KEY = _RANDOM = "[0-9a-f]{32}"
 _VERSION = "[0-9a-f]{24}"
 _SIZE = "0|[1-9a-f][0-9a-f]{0,15}"
 _ENTRY = re.compile(rf"({_VERSION})-({_SIZE})")
-#: With the names that filelock gives to an expired lease while it takes it.
+#: Also the temporary names that filelock uses while it breaks an expired lease.
 _LEASE = rf"{_KEY}\.(?:holder|lease(?:\.[a-z]+\.\d+\.{_RANDOM})?)"
 _PARTIAL = re.compile(rf"({_KEY})\.({_VERSION})(?:-({_SIZE}))?\.{_RANDOM}")
 
@@ -102,24 +102,19 @@ class Layout:
 
     @classmethod
     def of_root(cls, root: Path, modes: Modes = PRIVATE) -> Layout:
-        """Return the node's namespace of a cache that uses flock."""
         return cls(root / "v1", modes=modes)
 
     def rank(self, name: str) -> Layout:
-        """Return the namespace of one rank or job."""
         local = None if self.local is None else self.local / "ranks" / name
         return replace(self, base=self.ranks / name, local=local)
 
     def key_dir(self, key: str) -> str:
-        """Return the path of the directory of all versions of one key."""
         return f"{self.base}/objects/{key[:2]}/{key}"
 
     def entry(self, key: str, version: str, size: int) -> Path:
-        """Return the directory of an entry."""
         return Path(f"{self.key_dir(key)}/{version}-{size:x}")
 
     def new_partial(self, key: str, version: str, size: int | None) -> Path:
-        """Return a new, unique directory for a partial."""
         length = "" if size is None else f"-{size:x}"
         return Path(f"{self.base}/partial/{key}.{version}{length}.{random_token()}")
 
@@ -128,11 +123,9 @@ class Layout:
         return self.partial / f"evict.{key}.{random_token()}"
 
     def pin(self, key: str) -> Path:
-        """Return the file that pins a key."""
         return self.pins / f"{key}.pin"
 
     def key_lock(self, key: str) -> Path:
-        """Return the lock file of a key."""
         return Path(f"{self.local or self.base}/locks/{key[:2]}/{key}.lock")
 
     def lease(self, key: str) -> Path:
@@ -154,7 +147,6 @@ class Layout:
         return *outer, self.objects, self.partial, self.locks, self.sessions
 
     def make(self) -> None:
-        """Create the directories of this namespace."""
         for path in self.directories:
             self.modes.make_directory(path, levels=9)
 

@@ -137,14 +137,13 @@ class ProcessCache:
 
     @contextlib.contextmanager
     def tolerating(self, tier: Tier) -> Iterator[None]:
-        """Warn if a tier other than the last one fails in the body. The others do its work."""
+        """Let the other tiers do the work of one that fails in the body, unless it is the last."""
         try:
             yield
         except (OSError, ConfigError) as exn:
             if tier is self.last_tier or not (is_local_error(exn) or isinstance(exn, ConfigError)):
                 raise
-            path, reason = tier.config.dir, getattr(exn, "strerror", None) or exn
-            self.notices.warn(f"tier {path}", "the tier %s is not used: %s", path, reason)
+            tier.failed(exn)
 
     def stores(self) -> list[Store]:
         """Return the stores of all namespaces of all tiers."""
@@ -169,40 +168,37 @@ class ProcessCache:
         check, because a shard whose directory is gone is a miss. Raises as `prepare`, and OSError.
         """
         directories = self.directories
-        if directories is None or self._changed_tiers():
+        if directories is None or not directories.are_intact():
             with self._lock:
                 # Maybe another thread made them already.
-                if (directories := self.directories) is None or self._changed_tiers():
+                if (directories := self.directories) is None or not directories.are_intact():
                     directories = self.directories = self._make_directories()
         return directories
 
-    def _changed_tiers(self) -> list[Tier]:
-        """Return the tiers whose directory was replaced, and the last one if it was never made."""
-        last = self.last_tier
-        return [t for t in self.tiers if (t.identity() != t.made if t.made else t is last)]
-
     def _make_directories(self) -> Directories:
-        """Create the directories that changed, at first all, and return all usable ones."""
+        """Create the directories that changed, at first all, and return those that can be used."""
         from shardcache.tiers import Directories
 
         # Child processes of multiprocessing end without running atexit handlers.
         if not _finalizers and (util := sys.modules.get("multiprocessing.util")):
             _finalizers.append(util.Finalize(None, _end_all, exitpriority=0))
-        for tier in self.tiers if self.directories is None else self._changed_tiers():
-            self._make(tier)
-        usable = [tier for tier in self.tiers if tier.made or tier is self.last_tier]
+        is_first, last = self.directories is None, self.last_tier
+        for tier in self.tiers:
+            if is_first or ((tier.made or tier is last) and not tier.is_intact()):
+                self._make(tier)
+        usable = [tier for tier in self.tiers if tier.made or tier is last]
         self._touched.clear()
         return Directories(usable, self._ranks, self.disk, self.notices)
 
     def _make(self, tier: Tier) -> None:
         """Create a tier's directory, or let the cache do without the tier."""
-        path, is_first = tier.config.dir, self.directories is None
-        if tier.made and not is_first:
-            text = "a part of %s is gone, or it was replaced (unmounted?); creating it again"
-            self.notices.warn(f"root of {path}", text, path)
+        path, is_first, was_made = tier.config.dir, self.directories is None, tier.made
         try:
             with self.tolerating(tier):
                 tier.make()
+                if was_made and not is_first:
+                    text = "a part of %s was gone, or it was replaced (unmounted?); made again"
+                    self.notices.warn(f"root of {path}", text, path)
         except (system_error(), ConfigError) as exn:
             if self.config.strict:
                 raise
@@ -267,7 +263,12 @@ class ProcessCache:
             elif download.source is None:
                 opened = self._join(download)
             else:  # readers do not join it, because it may refuse the file
-                opened = threads.call(partial(self._download, download), None, "shardcache-import")
+                try:
+                    work = partial(self._download, download)
+                    opened = threads.call(work, None, "shardcache-import")
+                except BaseException:
+                    download.cancel()
+                    raise
         source = None if download.outcome == "imported" else download.source
         if source is not None and not opened.equals(source):
             opened.close()
@@ -326,7 +327,7 @@ class ProcessCache:
         new = Download(self.downloads, shard, can_bypass=True, is_ahead=ahead)
         download = new.join(finish=finish)
         try:
-            # An older download may still lack its worker, for ever if a signal handler raised here.
+            # If a signal handler raised in an earlier call, that download has no worker yet.
             # Not under the lock of the downloads: `start` waits for the thread, which may take it.
             if not (download.is_claimed or self._start_worker(download)) and download.claim():
                 error = OSError(errno.EAGAIN, "the process cannot start a thread")

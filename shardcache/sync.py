@@ -442,9 +442,9 @@ def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
         while not ended.wait(pause):
             post(f"{_this_process()}\n{clock.monotonic()}")
 
-    with contextlib.suppress(threads.NoThreadError):  # another rank may run the work, too
-        threads.start(beat, "shardcache-once")
     try:
+        with contextlib.suppress(threads.NoThreadError):  # another rank may run the work, too
+            threads.start(beat, "shardcache-once")
         yield
         ended.set()
     except BaseException:

@@ -201,7 +201,7 @@ def no_fork() -> contextlib.AbstractContextManager[bool]:
 
 
 def _ending() -> set[threading.Thread]:
-    """Return the threads that the kernel lists, but Python does not; forget those of neither."""
+    """Return the threads that ended for Python and not for the kernel; forget those of neither."""
     ended = {t for t in list(_started) if not t.is_alive()}  # before the kernel's list
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
     _started.difference_update(thread for thread in ended if str(thread.native_id) not in tasks)

@@ -7,6 +7,7 @@ use it alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -20,8 +21,8 @@ from typing import Any
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.errors import LockTimeoutError
-from shardcache.faults import Disk, ignoring, system_error
+from shardcache.errors import ConfigError, LockTimeoutError
+from shardcache.faults import Disk, ignoring, is_disk_fault, system_error
 from shardcache.files import is_directory, list_names, read_json
 from shardcache.layout import MANIFEST, Layout, is_rank_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
@@ -44,6 +45,8 @@ _NO_JOB = "local"
 #: Seconds between two cleanings of a node, and seconds that a process waits before its first
 #: cleaning, because many processes end earlier.
 _INTERVAL, _FIRST = 300.0, 60.0
+#: Errors of a disk that can perhaps be read.
+_MAY_READ = errno.EROFS, errno.EACCES, errno.EPERM
 #: Seconds between two checks of the memory that a RAM disk leaves to the job.
 _MEMORY_INTERVAL = 2.0
 
@@ -61,7 +64,7 @@ class Tier:
     node: Layout = field(init=False)  #: the node's namespace
     store: Store = field(init=False)  #: the namespace that this process stores into
     space: Space = field(init=False)  #: the budget of the directory
-    made: tuple[object, ...] | None = None  #: `identity` after `make`; None if it failed
+    made: tuple[int, int] | None = None  #: `identity` after `make`; None if the tier failed
     _session: Session | None = None
     _keeps_used: bool = True  # whether the policy may keep shards that running jobs have used
 
@@ -122,22 +125,35 @@ class Tier:
                 format_duration(self.node.grace),
             )
 
-    def identity(self) -> tuple[object, ...] | None:
-        """Return what changes with the directory or the session; None if a part is gone."""
-        layout, session = self.store.layout, self._session
+    def identity(self) -> tuple[int, int] | None:
+        """Return what changes with the directory; None if a part is gone or the disk fails."""
+        layout = self.store.layout
         try:
             status = self.config.dir.stat()
             (self.config.dir / MANIFEST).lstat()
             layout.base.lstat()  # the directories in it are made when they are needed
-        except (FileNotFoundError, NotADirectoryError):
+        except system_error():
             return None
-        # Another process may have made the directories again, but not the session of this one.
-        has_session = session is None or os.path.lexists(session.path)
         # With leases, the filesystem may be FUSE, whose inode numbers may change.
-        return status.st_dev, 0 if layout.grace is not None else status.st_ino, has_session
+        return status.st_dev, 0 if layout.grace is not None else status.st_ino
+
+    def is_intact(self) -> bool:
+        """Return whether the directory is still the one that was made, and its disk works."""
+        if self.made is None or self.made != self.identity():
+            return False
+        # It was removed, or could not be made because the disk was full.
+        if self._session is not None and not os.path.lexists(self._session.path):
+            self._session = Session(self.node, self._started or clock.time())
+        return True
+
+    def failed(self, exn: OSError | ConfigError) -> None:
+        """Warn that the others do the work of this tier: from now on, if its disk is broken."""
+        if is_disk_fault(exn) and exn.errno not in _MAY_READ:
+            self.made = None
+        path, reason = self.config.dir, getattr(exn, "strerror", None) or exn
+        self._notices.warn(f"tier {path}", "the tier %s is not used: %s", path, reason)
 
     def limited(self, config: Config) -> Space:
-        """Return the budget of this tier with the limits of ``config``."""
         home = Layout.of_root(self._home)
         return Space(self.node, self.stores, config, self._counters, home, self._keeps_used)
 
@@ -148,7 +164,6 @@ class Tier:
             self.space = self.limited(self.config)
 
     def owns(self, directory: str) -> bool:
-        """Return whether an entry's directory is in this tier."""
         return directory.startswith(f"{self.node.base}/")
 
     def end_session(self) -> None:
@@ -203,6 +218,9 @@ class Directories:
         self.open = stores[0].open if len(stores) == 1 else partial(open_first, stores)
         self.layout = stores[-1].layout
 
+    def are_intact(self) -> bool:
+        return all(tier.is_intact() for tier in self.tiers)
+
     def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
     ) -> Opened | None:
@@ -215,11 +233,19 @@ class Directories:
         except DamagedError as exn:
             logger.info("%s: not used: %s", shard, exn)
             if isinstance(exn.__cause__, OSError):
-                self.disk.failed(self.disk.reading, exn.__cause__)
+                self.read_failed(exn.directory, exn.__cause__)
             if condemn and set_aside(Path(exn.directory), f"{shard}: {exn}"):
                 text = "%s was damaged and is downloaded again: %s"
                 self.notices.warn("damaged", text, shard, exn)
             return None
+
+    def read_failed(self, directory: str, exn: OSError) -> None:
+        """Count a fault of the disk in an entry, or do without its tier if it is not the last."""
+        tier = next((tier for tier in self.tiers[:-1] if tier.owns(directory)), None)
+        if tier is None:
+            self.disk.failed(self.disk.reading, exn)
+        elif is_disk_fault(exn):
+            tier.failed(exn)
 
     def versions(self, key: str) -> list[Path]:
         """Return the directories of all versions of a shard, in all tiers."""

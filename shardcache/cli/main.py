@@ -47,7 +47,7 @@ class ExitCode(enum.IntEnum):
 
     meaning: str
 
-    def __new__(cls, number: int, meaning: str) -> Self:  # noqa: D102
+    def __new__(cls, number: int, meaning: str) -> Self:
         code = int.__new__(cls, number)
         code._value_ = number
         code.meaning = meaning

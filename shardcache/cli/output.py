@@ -88,7 +88,6 @@ class Console:
         return click.style(text, fg=color) if color and self.colored(stream) else text
 
     def terminal(self, stream: TextIO) -> Terminal:
-        """Return a rich console for ``stream``."""
         from rich.console import Console as Terminal
         from rich.theme import Theme
 
@@ -121,7 +120,6 @@ class Console:
             self.data(text)
 
     def render(self, drawing: RenderableType) -> None:
-        """Print a rich drawing as data."""
         self.data(drawn(drawing, self.terminal(sys.stdout)))
 
     def table(self, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -144,7 +142,6 @@ class Console:
             self.message("", text)
 
     def warning(self, text: str) -> None:
-        """Print a warning."""
         self.message("warning: ", text, "yellow")
 
     def error(self, text: str, exn: BaseException | None = None) -> None:

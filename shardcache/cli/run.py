@@ -98,17 +98,20 @@ def run_command(
             notes = Path(stack.enter_context(here), "notes")
             notes.touch()
         environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes or ''}"
+        child, early = None, list[int]()  # signals that came before the program
+        for number in _FORWARDED:
+            stack.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(number, lambda n, _: child.send_signal(n) if child else early.append(n))
+        # The terminal sends Ctrl-C to the program as well, and the program decides whether to end.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, lambda number, frame: None)
         try:
             child = subprocess.Popen(program, env=environment)
         except OSError as exn:
             invocation.console.error(f"{program[0]} cannot be started: {exn.strerror}.", exn)
             return 127 if isinstance(exn, FileNotFoundError) else 126  # as shells do
-        for number in _FORWARDED:
-            stack.callback(signal.signal, number, signal.getsignal(number))
-            signal.signal(number, lambda number, frame: child.send_signal(number))
-        # The terminal sends Ctrl-C to the program as well, and the program decides whether to end.
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, lambda number, frame: None)
+        for missed in early:
+            child.send_signal(missed)
         code = child.wait()
         if notes is not None:
             with contextlib.suppress(OSError):  # someone has removed the directory

@@ -387,5 +387,5 @@ def item(data: Any, index: Any) -> Any:
         index = range(len(data))[index]
     first = index[0] if np.ndim(index) and len(index) else index
     if "bool" in str(getattr(index, "dtype", type(first))):  # True is 1 for Python and PyTorch
-        raise TypeError("a boolean mask has no numbers of samples: use those of numpy.flatnonzero")
+        raise TypeError("boolean masks are not supported; pass numpy.flatnonzero(mask)")
     return data.__getitems__(index) if np.ndim(index) else data.__getitems__([index])[0]

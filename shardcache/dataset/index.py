@@ -314,13 +314,13 @@ def count_samples(
                 threads.put_result(lambda: (number, count(shard)), results)  # noqa: B023
 
     started = 0
-    with contextlib.suppress(threads.NoThreadError):
-        while started < min(_JOBS, len(shards)):
-            threads.start(work, "shardcache-index")
-            started += 1
-    if not started:
-        work()
     try:
+        with contextlib.suppress(threads.NoThreadError):
+            while started < min(_JOBS, len(shards)):
+                threads.start(work, "shardcache-index")
+                started += 1
+        if not started:
+            work()
         for _ in shards:
             yield threads.get_result(results, None)
     finally:

@@ -123,7 +123,6 @@ class Order:
         return lane * self.total // self.lanes, (lane + 1) * self.total // self.lanes
 
     def lane(self, number: int, epoch: int) -> Lane:
-        """Return a lane in an epoch."""
         low, high = self.bounds(number)
         first, last = np.searchsorted(self._ends, low, "right"), np.searchsorted(self._ends, high)
         inside = slice(first, last + 1)
@@ -212,7 +211,6 @@ class Lane:
         self.turn = 0  # the last one that samples were taken of
 
     def take(self, position: int, count: int) -> Samples:
-        """Return ``count`` samples from a position on."""
         found = []
         while count > 0:
             if not 0 <= position - self._start < len(self._step):
@@ -322,11 +320,9 @@ class MixedOrder(Order):
         self.first_shards = [0, *accumulate(map(len, parts.values()))]
 
     def lane(self, number: int, epoch: int) -> MixedLane:  # type: ignore[override]
-        """Return a lane in an epoch."""
         return MixedLane(self, number, epoch)
 
     def shares(self, epoch: int) -> Sequence[int]:
-        """Return the shares of the parts in an epoch."""
         return [shares for first, shares in self._schedule if first <= epoch][-1]
 
     def given(self, lane: int, epoch: int, position: int) -> list[int]:
@@ -360,7 +356,6 @@ class MixedLane:
                 self._take(part, self._before[part], 1)
 
     def take(self, position: int, count: int) -> Samples:
-        """Return ``count`` samples from a position on."""
         samples = np.empty(count, np.int64)
         taken = split(np.arange(position, position + count + 1), self._shares)
         for part, numbers in enumerate(taken):

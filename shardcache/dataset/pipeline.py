@@ -68,7 +68,7 @@ _BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.spli
 _BLIND |= {getattr(webdataset.compat, "check_empty", None)}
 _READERS = [wds.tar_files, wds.group_files]  # of opened archives
 _RERAISE = None, wds.reraise, filters.reraise_exception
-#: Stages that hold back no sample when they yield one, if `_batched` replaces ``batched``.
+#: Stages without a buffer of samples, once `_batched` has replaced ``batched``.
 _DIRECT_NAMES = (
     "associate batched decode log_keys map map_dict map_tuple rename rename_keys select to_tuple "
     "xdecode"
@@ -225,7 +225,6 @@ class _Run:
         return counts, check
 
     def enter(self, url: str, count: str) -> None:
-        """Note a shard and its count of samples."""
         self.counts += f" {count}"
         self.check = crc32(os.fsencode(url), self.check)
 
@@ -517,7 +516,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return run, *plan
 
     def _iterate(self, run: _Run, opener: int, read: int, is_direct: bool) -> Iterator[Any]:
-        """Yield the outputs of an epoch behind the position ``run``."""
+        """Yield the rest of an epoch, after the position ``run``."""
         most = self.nsamples if self.repetitions != 1 and self.nsamples > 0 else sys.maxsize
         # A pass that continues may have no output left.
         given, is_empty = run.given, not run.given
@@ -788,7 +787,7 @@ class _Shards:
         self._count()
 
     def _want(self) -> None:
-        """Download the shards ahead of which samples are left."""
+        """Begin to download all shards that have unread samples."""
         self._ahead = Prefetcher(self._cache.process)
         needed = [url for url, left in zip(self._urls, self._left, strict=True) if left]
         self._ahead.want(map(self._shard_of, needed))

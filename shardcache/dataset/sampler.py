@@ -171,7 +171,7 @@ class ShardBatchSampler(Sampler[list[int]]):
             ConfigError: the epoch has fewer batches, or the DataLoader has ``in_order=False``.
         """
         if not self._is_in_order:
-            text = "with in_order=False, no number of batches says which of them were trained. "
+            text = "with in_order=False, a number of batches does not say which were trained. "
             raise ConfigError(f"{text}Make the DataLoader without it.")
         epoch, taken = self._taken
         if batch is not None:

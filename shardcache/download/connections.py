@@ -68,7 +68,6 @@ class PartQueue:
     helpers: int = 0  #: that fetch a part at the moment
 
     def clear(self) -> None:
-        """Drop the remaining parts."""
         self.parts.clear()
         self.fetch = None  # breaks the reference cycle between the queue and its transfer
 
@@ -186,7 +185,6 @@ class Connections:
         self.hand_out()
 
     def offer(self, work: PartQueue) -> None:
-        """Let helpers fetch the parts in ``work``."""
         with self.lock:
             self._queues.append(work)
         self.hand_out()
@@ -276,7 +274,6 @@ class Downloaders:
         self._due = 0.0
 
     def join(self) -> None:
-        """Register this cache as a downloader."""
         self._count, self._due, layout = 1, 0.0, self._node()
         with ignoring(OSError):  # a read-only disk, or one without such locks
             path, flags = layout.named_lock("downloads"), os.O_RDWR | os.O_CREAT
@@ -287,7 +284,6 @@ class Downloaders:
             fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_SETLK, lock)
 
     def leave(self) -> None:
-        """Stop counting this cache as a downloader."""
         file, self._file = self._file, None
         if file is not None:
             with ignoring(OSError):

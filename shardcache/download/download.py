@@ -113,7 +113,6 @@ class Download:
                 download.leave()
 
     def progress(self) -> Progress:
-        """Return the progress of the download at this moment."""
         return Progress(self.size, self.written, self.received, self.retries)
 
     def wait(self, is_over: Callable[[], bool], seconds: float | None = None) -> float:
@@ -190,7 +189,6 @@ class Download:
             abort(self._cancelled())
 
     def cancel_unless_shared(self) -> None:
-        """Cancel the download, unless more than one reader has joined it."""
         with self._table.lock:
             if self.readers <= 1:
                 self.cancel()
@@ -253,7 +251,6 @@ class Download:
             self._response = response if self.readers else None
 
     def check(self) -> None:
-        """Raise FetchCancelledError if the download was cancelled."""
         if self.state is State.CANCELLED:
             raise self._cancelled()
 
@@ -314,7 +311,6 @@ class Downloads:
     running: dict[str, Download] = field(default_factory=dict)
 
     def unfinished(self) -> list[Download]:
-        """Return the downloads that are waiting or running."""
         with self.lock:
             return list(self.running.values())
 

@@ -107,7 +107,7 @@ class _Part:
         self.filled = 0  # bytes of the current block, which are in the buffer
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
-        # Of its own: one that another core has just used costs more than a new one.
+        # Not shared by parts: a buffer in another core's cache is slower than a new one.
         self.buffer = memoryview(bytearray(BLOCK if stop is None else min(BLOCK, stop - start)))
 
 
@@ -139,10 +139,10 @@ class Transfer:
         self._is_whole = False  # whether the first request asked for the whole object
         self._is_proven = True  # by the origin's responses: no bytes are missing
         # Whether the origin has stated the checksum, if it ever does.
-        self._is_described = not origin.states_checksums
+        self._knows_checksum = not origin.states_checksums
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
-        self._describer: threading.Thread | None = None
+        self._checksum_thread: threading.Thread | None = None
         self._queue = PartQueue(self._help)
 
     # -- the worker ----------------------------------------------------------------
@@ -156,7 +156,7 @@ class Transfer:
         self._is_whole = whole
         self._first = self.retries.call(self._request_first, sleep=self._download.sleep)
         info = self._first.info
-        self._is_described |= self._is_whole  # S3 states the checksum of a whole object
+        self._knows_checksum |= self._is_whole  # S3 states the checksum of a whole object
         self._is_proven = self._first.proven or self._first.stop is not None
         self._resources.learn_size(self._shard, info.size)
         self._download.check()
@@ -173,10 +173,12 @@ class Transfer:
         lead = self._queue_parts()
         try:
             self._download.check()  # `_fail` is not called for an earlier `cancel`
-            if not self._is_described:
+            if not self._knows_checksum:
                 # Not a helper, which would first need a connection.
                 with contextlib.suppress(threads.NoThreadError):  # then without checksum
-                    self._describer = threads.start(self._describe, "shardcache-checksum")
+                    self._checksum_thread = threads.start(
+                        self._request_checksum, "shardcache-checksum"
+                    )
             if self._queue.parts:
                 self._resources.connections.offer(self._queue)
             fd = received.fd  # stays open, because only this thread closes the partial
@@ -194,7 +196,7 @@ class Transfer:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
         self._resources.connections.end(self._queue)
         end = min(clock.monotonic() + _LAST_RESPONSE, self.retries.end or math.inf)
-        thread = self._describer
+        thread = self._checksum_thread
         while thread and thread.is_alive() and not self._error and clock.monotonic() < end:
             thread.join(0.1)
         if self._error is not None:
@@ -290,7 +292,6 @@ class Transfer:
         return lead
 
     def _help(self, part: range) -> None:
-        """Receive a part in a helper's thread."""
         try:
             self._check()
             # When the transfer fails, the worker closes the partial, and the number of its
@@ -415,7 +416,7 @@ class Transfer:
 
     # -- the origin's checksum -------------------------------------------------------
 
-    def _describe(self) -> None:
+    def _request_checksum(self) -> None:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
             info = try_once(str(self._shard), lambda: self._origin.stat(self._shard))
@@ -439,10 +440,8 @@ class Transfer:
             response.abort()
 
     def _check(self) -> None:
-        """Raise _FailedError if the transfer has failed."""
         if self._error is not None:
             raise _FailedError
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep for ``seconds``. Raise _FailedError as soon as the transfer has failed."""
         clock.nap(seconds, self._check)

@@ -25,7 +25,7 @@ from shardcache.config import __version__
 from shardcache.download.download import PASSING, Download
 from shardcache.download.transfer import CopyError, Resources, Transfer
 from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError, TransferError
-from shardcache.faults import FULL, ignoring, is_local_error, system_error
+from shardcache.faults import FULL, ignoring, is_disk_fault, is_local_error, system_error
 from shardcache.files import is_directory, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
@@ -78,9 +78,10 @@ class Worker:
     failure                        the next attempt                            at most
     the object changed             begins again                                3 times
     the bytes do not match         begins again                                once
-    an upstream failed             continues from the next one, or the origin  once each
+    an upstream or origin failed   continues from the next source, if any      once each
     the partial or entry vanished  begins again                                4 times
     the disk is full               evicts first, or uses the last tier only    once
+    a faster tier failed           uses the last tier only                     once
     the directory vanished         uses the directories that are made again    once
     """
 
@@ -93,6 +94,8 @@ class Worker:
     _retries: Retries | None = None  # of the last attempt
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
     _tier: Tier | None = None  # in which the last partial is, or was
+    _written: str = ""  # the name of the last partial
+    _is_anew: bool = False  # whether the next source cannot continue the partial
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
 
     def run(self, prepare: Callable[[], Directories]) -> Opened:
@@ -118,9 +121,14 @@ class Worker:
             text = "%s: the copy in %s is damaged or was replaced, and is not used"
             logger.warning(text, shard, upstream or "an upstream")
             self._source = next(self._sources, source)
-        elif source and upstream and isinstance(exn, ShardCacheError) and type(exn) not in PASSING:
+        elif (
+            source is not None
+            and isinstance(exn, ShardCacheError)
+            and type(exn) not in PASSING
+            and (other := next(self._sources, None))
+        ):
             source.failed(exn)
-            self._source = next(self._sources)
+            self._source, self._is_anew = other, not upstream
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:
                 raise TransferError(
@@ -153,18 +161,29 @@ class Worker:
             self._resources.notices.warn("lost", "%s: %s; starting over", shard, exn)
         elif isinstance(exn, FileNotFoundError) and is_local_error(exn) and count == 1:
             logger.info("%s: the disk was unmounted or emptied (%s)", shard, exn)
-        elif is_local_error(exn) and exn.errno in FULL and not self._is_for_last_tier:
+        elif (
+            is_local_error(exn)
+            and not self._is_for_last_tier
+            and (exn.errno in FULL or self._failed_tier(exn))
+        ):
             # The failed attempt has removed its partial and released the lock.
-            logger.info("%s: the disk is full (%s); making room", shard, exn)
             self._is_for_last_tier = True
             if (response := self._download.take_response()) is not None:
                 response.close()
-            last = directories.tiers[-1]
-            if self._tier in (None, last):  # otherwise the last tier may have room
-                last.space.make_room(str(shard), self._download.size or 0)
+            if tier := self._failed_tier(exn):
+                tier.failed(exn)
+            elif self._tier in (None, directories.tiers[-1]):  # otherwise the last one has room
+                logger.info("%s: the disk is full (%s); making room", shard, exn)
+                directories.tiers[-1].space.make_room(str(shard), self._download.size or 0)
         else:
             return False
         return True
+
+    def _failed_tier(self, exn: OSError) -> Tier | None:
+        """Return the tier whose disk failed, or None if it is the last one or unknown."""
+        faster, name = self._directories.tiers[:-1], exn.filename
+        found = (t for t in faster if (t is self._tier if name is None else t.owns(str(name))))
+        return next(found, None) if is_disk_fault(exn) else None
 
     def _attempt(self) -> Opened:
         directories, download = self._directories, self._download
@@ -236,6 +255,8 @@ class Worker:
                 now = clock.monotonic()
                 grew = grew if seen == before else now
                 waited, (holder, journal, _) = now - start, seen
+                if (opened := directories.lookup(shard, download.outdated)) is not None:
+                    return opened
                 if waited >= config.lock_timeout:
                     raise LockTimeoutError(
                         f"{shard} was not in the cache after {format_duration(waited)}: "
@@ -262,8 +283,6 @@ class Worker:
                 if last - start < _NOTE_AFTER <= waited:
                     note = Session(directories.layout, own.started, (shard.key, own))
                     stack.callback(note.close)
-                if (opened := directories.lookup(shard, download.outdated)) is not None:
-                    return opened
                 if lock.try_acquire(directories.holder()):
                     return None
 
@@ -295,10 +314,16 @@ class Worker:
             self._sources = iter([resources.origins.of(shard)]) if download.outdated else sources
             self._source = next(self._sources)
         partial = None if lock is None else self._resume(lock)
-        if partial is not None and partial.metadata.digest != (self._source.digest or ""):
+        if partial is not None and self._is_anew:
+            partial.discard()
+            partial = None
+        elif partial is not None:
+            begun, copy = partial.metadata, self._source.stated
+            is_other = copy is not None and copy.version != begun.info.version
             # The bytes of the upstream could not be proven together with those of the partial.
-            self._sources = itertools.chain([self._source], self._sources)
-            self._source = resources.origins.of(shard)
+            if is_other or begun.digest != (self._source.digest or ""):
+                self._sources = itertools.chain([self._source], self._sources)
+                self._source = resources.origins.of(shard)
         source = self._source
         whole = partial is None and self._is_best_whole()
         record = None if lock is None else directories.layout.holder(shard.key)
@@ -313,6 +338,7 @@ class Worker:
                     # A partial of one block has no journal, so no process could follow it.
                     if lock is not None and (info.size is None or info.size > BLOCK):
                         lock.update(directories.holder()._replace(partial=partial.path.name))
+                self._written = partial.path.name
                 transfer.receive(partial)
             metadata = transfer.finish()
             headers = _HEADERS if transfer.may_end_early else 0
@@ -338,6 +364,7 @@ class Worker:
                 raise refused_file(shard, source, info)
             digest = file_digest(partial.fd)
             metadata = partial.metadata._replace(digest=digest, checked=checked)
+            download.check()
             entry = self._publish(partial, metadata)
         except BaseException:
             partial.discard()
@@ -393,7 +420,8 @@ class Worker:
             return None
         for tier in self._directories.tiers:
             layout = tier.store.layout
-            partial = Partial.claim(layout, layout.partial / name, shard.basename)
+            place, is_own = layout.partial / name, name == self._written
+            partial = Partial.claim(layout, place, shard.basename, is_own=is_own)
             if partial is None:
                 continue
             self._tier = tier
@@ -490,7 +518,7 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
 
     Other ranks and jobs keep theirs, marked so that they are not linked.
     """
-    for tier in directories.tiers:
+    for tier in directories.tiers if outdated else ():
         found = [(s, e) for s in tier.stores() for e in s.entries_of(key) if e.version in outdated]
         for store, entry in found:
             if store is not tier.store:

@@ -68,7 +68,6 @@ class ShardFile(io.BufferedReader):
 
     @property
     def closed(self) -> bool:
-        """Whether the file is closed."""
         return super().closed
 
     @closed.setter

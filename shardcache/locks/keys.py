@@ -133,7 +133,6 @@ class KeyLock:
         return True
 
     def update(self, holder: Holder) -> None:
-        """Replace the record of a lock that this process holds."""
         if self._file is not None and not self._file.closed:
             self.partial = holder.partial
             with ignoring(OSError):  # the lock works without a record
@@ -206,7 +205,6 @@ class KeyLease:
         return True
 
     def update(self, holder: Holder) -> None:
-        """Replace the record of a lease that this process holds."""
         if self._lease is not None and self._lease.is_locked:
             self.partial = holder.partial
             with ignoring(OSError):  # the lease works without a record

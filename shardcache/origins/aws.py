@@ -241,7 +241,6 @@ class Keys(NamedTuple):
     token: str | None = None
 
     def get_frozen_credentials(self) -> Keys:
-        """Return the same."""
         return self
 
 

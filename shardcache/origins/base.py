@@ -208,7 +208,8 @@ class Origin(Protocol):
     lists_pages: bool = False
     #: The name of the upstream that has this copy; "" for the origin itself.
     upstream: str = ""
-    #: The tree digest of the copy, if the upstream states it.
+    #: Of an upstream: the version of its copy, and the tree digest if the upstream states it.
+    stated: ObjectInfo | None = None
     digest: str | None = None
 
     def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:

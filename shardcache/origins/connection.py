@@ -462,7 +462,7 @@ class Transport:
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
         self._most = math.inf  # the last argument of `close_idle`
-        # Not at the exit: a thread may still read, and the numbers of the sockets be used again.
+        # Not at exit: threads may still read, and other files may get the sockets' descriptors.
         weakref.finalize(self, _close, self._open).atexit = False
 
     def request(
@@ -529,7 +529,6 @@ class Transport:
         return None
 
     def is_connected(self, url: str) -> bool:
-        """Return whether there is a connection to the server of a URL."""
         return any(url.startswith(f"{each.server}/") for each in self._open.copy())
 
     def close_idle(self, most: int) -> int:

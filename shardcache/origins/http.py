@@ -261,7 +261,6 @@ class WebOrigin(Origin):
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
     ) -> Response:
-        """Request a range of bytes."""
         return open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
@@ -269,7 +268,6 @@ class WebOrigin(Origin):
         return stat(partial(self._request, "HEAD", shard, {}), partial(self.open, shard, 0, 1))
 
     def close_idle(self, most: int) -> int:
-        """See `base.Origin.close_idle`."""
         return self.transport.close_idle(most)
 
     def _request(

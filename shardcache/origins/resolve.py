@@ -138,7 +138,7 @@ class UpstreamOrigin(Origin):
     _place: _Upstream
     _copy: ShardURL
     _copied: ObjectInfo  #: the version in the upstream
-    _info: ObjectInfo  #: the version at the origin if a sidecar states it, otherwise `_copied`
+    stated: ObjectInfo  #: the version at the origin if a sidecar states it, otherwise `_copied`
     digest: str | None  #: tree digest of the bytes, if a sidecar states it
     states_checksums = False  # the digest proves more than a checksum
 
@@ -147,7 +147,6 @@ class UpstreamOrigin(Origin):
         self.conditional = self._origin.conditional
 
     def failed(self, exn: Exception) -> None:
-        """See `base.Origin.failed`."""
         self._place.failed(exn)
 
     def open(
@@ -155,13 +154,13 @@ class UpstreamOrigin(Origin):
     ) -> Body:
         """Open the version that was found. The caller compares that version with ``expected``."""
         body = self._origin.open(self._copy, start, stop, self._copied)
-        body.info = self._info
+        body.info = self.stated
         return body
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the version of the copy; raise VersionChangedError if the copy was replaced."""
         compare_version(self._origin, self._copy, self._copied)
-        return self._info
+        return self.stated
 
 
 class _Upstream:

@@ -130,11 +130,9 @@ class _Store:
         self.keys, self.fresh_until, self.expire_at = keys, fresh, end
 
     def not_renewed(self) -> None:
-        """Use the same credentials for a while."""
         self.fresh_until = time.time() + _RENEWAL_PAUSE
 
     def refused(self) -> None:
-        """Note that the store has refused the credentials."""
         self.fresh_until = self.expire_at = 0.0
 
 
@@ -185,7 +183,6 @@ class S3Origin(Origin):
             return self._store
 
     def close_idle(self, most: int) -> int:
-        """See `base.Origin.close_idle`."""
         return 0 if self._store is None else self.transport.close_idle(most)
 
     def _keys(self, shard: ShardURL) -> Any:

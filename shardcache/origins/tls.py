@@ -67,7 +67,6 @@ class TLSStream:
         return bool(self._received.pending or self._object.pending())
 
     def sendall(self, data: bytes) -> None:
-        """Encrypt and send bytes."""
         self._object.write(data)
         self._flush()
 

@@ -199,8 +199,9 @@ def make_plan(
             outcome = Outcome.LEFT_OUT
         left -= on_disk.get(key, 0) if outcome is Outcome.MISSING else 0
         results[key] = ShardResult(str(shard), outcome, size, error=error)
-    space = free, evict, lacking, needed, resumable, sum(max(0, -r) for r in rooms.values())
-    return PrewarmPlan(shards, results, cached, outdated, *space)
+    totals = {"free": free, "evict": evict, "missing": lacking, "needed": needed}
+    over = sum(max(0, -room) for room in rooms.values())
+    return PrewarmPlan(shards, results, cached, outdated, **totals, resumable=resumable, over=over)
 
 
 def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[Started | Finished]:

@@ -44,7 +44,7 @@ class Stopped(StrEnum):
     REFUSED = "refused", "none of the first shards could be read"
     FULL = "full", "the cache is full"
 
-    def __new__(cls, value: str, why: str) -> Self:  # noqa: D102
+    def __new__(cls, value: str, why: str) -> Self:
         self = str.__new__(cls, value)
         self._value_, self.why = value, why
         return self

@@ -239,8 +239,8 @@ class Pool:
         self._running: dict[str, Download] = {}
         self._helped = defaultdict[str, Progress](Progress)  # by key, of the helpers' shards
         self._helpers: dict[Connection[Any, Any], BaseProcess] = {}
-        # When each helper that has not ended sent its last message.
-        self._heard: dict[Connection[Any, Any], float] = {}
+        # Seconds for which each helper that has not ended has sent nothing.
+        self._silent: dict[Connection[Any, Any], float] = {}
         self._threads = self._failures = 0
         self._misfits = 0  # shards in a row that found no room
         self._is_small = False  # whether the last shard had at most one block
@@ -260,7 +260,7 @@ class Pool:
         self._throttle = None if self._rate is None else Throttle(self._rate)
         try:
             for channel in self._helpers:
-                self._heard[channel] = clock.monotonic()
+                self._silent[channel] = 0.0
                 with ignoring(OSError):  # the helper has died
                     channel.send(True)
             self._supervise(report)
@@ -285,12 +285,14 @@ class Pool:
             with suppress(Empty):
                 if self._threads:
                     self._ended.get(timeout=tick)
-                elif self._heard:
+                elif self._silent:
                     from multiprocessing.connection import wait
 
-                    wait(list(self._heard), tick)
-            for channel in list(self._heard):
-                self._receive(channel)
+                    wait(list(self._silent), tick)
+            # Less if this process was stopped, too, and so heard nothing.
+            passed = min(clock.monotonic() - began, 2 * _TICK)
+            for channel in list(self._silent):
+                self._receive(channel, passed)
             if self.stop.is_set():
                 self._halt(Stopped.REQUESTED)
             elif clock.monotonic() >= self.deadline:
@@ -320,7 +322,7 @@ class Pool:
                 if not self._threads and (download := self._next()):
                     self._run(download)
                 break
-        return bool(self._threads or self._heard or self._is_waiting())
+        return bool(self._threads or self._silent or self._is_waiting())
 
     def _useful_threads(self) -> int:
         """Return how many threads may download at the moment."""
@@ -330,7 +332,6 @@ class Pool:
         return 1 if is_enough else connections.limit
 
     def _is_waiting(self) -> bool:
-        """Return whether the queue holds a shard."""
         return os.lseek(self._position, 0, os.SEEK_CUR) < len(self._queue)
 
     # -- helpers ---------------------------------------------------------------
@@ -420,15 +421,15 @@ class Pool:
             if owner.recv():
                 self.run(report)
 
-    def _receive(self, channel: Connection[Any, Any]) -> None:
-        """Take the events, log records and progress that a helper has sent."""
-        heard = self._heard.pop(channel)  # put back below, unless the helper has ended
+    def _receive(self, channel: Connection[Any, Any], passed: float) -> None:
+        """Take the events, log records and progress that a helper has sent.
+
+        ``passed`` are the seconds since the last call in which this process has run.
+        """
+        silent = self._silent.pop(channel) + passed  # put back below, unless the helper has ended
         with ignoring(EOFError, OSError):
-            now = clock.monotonic()
-            if now - heard > self.cache.config.stale_after:
-                self._helpers[channel].kill()  # it is stopped
             while channel.poll():
-                heard = now
+                silent = 0.0
                 try:
                     events, records, progress, stopped = channel.recv()
                 except OSError as exn:
@@ -446,7 +447,9 @@ class Pool:
                 self._helped |= progress
                 if stopped is not Stopped.REFUSED:  # another process may have read shards
                     self.stopped = self.stopped or stopped
-            self._heard[channel] = heard
+            if silent > self.cache.config.stale_after:
+                self._helpers[channel].kill()  # it is stopped
+            self._silent[channel] = silent
 
     # -- the threads of the pool -----------------------------------------------
 

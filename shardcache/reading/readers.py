@@ -253,7 +253,6 @@ class OriginReader:
         self._use_next_source()
 
     def _use_next_source(self) -> None:
-        """Read from the next upstream, or at last from the origin."""
         self._origin = origin = next(self._sources)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
         before, policy = vars(self).get("_retries"), self._cache.resources.policy
@@ -273,7 +272,6 @@ class OriginReader:
         return self._size
 
     def _leave_parent(self) -> None:
-        """Continue in a forked child."""
         self._body = None  # not closed: that would end a connection or command of the parent
         if self._info is not None and self._info.identifiable:
             self._version = self._info.version

@@ -34,6 +34,7 @@ from shardcache.download.download import Download
 from shardcache.errors import (
     AccessDeniedError,
     CacheFullError,
+    ConfigError,
     FetchCancelledError,
     IntegrityError,
     LockTimeoutError,
@@ -276,11 +277,9 @@ class ShardStream(io.RawIOBase):
     # -- io --------------------------------------------------------------------
 
     def readable(self) -> bool:
-        """See `io.IOBase.readable`."""
         return True
 
     def seekable(self) -> bool:
-        """See `io.IOBase.seekable`."""
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
@@ -308,7 +307,6 @@ class ShardStream(io.RawIOBase):
         raise self._error
 
     def readall(self) -> bytes:
-        """See `io.RawIOBase.readall`."""
         reader, data = self._reader, b""
         if isinstance(reader, Opened) and self._error is None and not self.closed:
             left = max(0, reader.size - self._position)  # in one system call, if less than 2 GiB
@@ -325,7 +323,6 @@ class ShardStream(io.RawIOBase):
         return b"".join([data, *iter(lambda: self.read(BLOCK) or b"", b"")])
 
     def tell(self) -> int:
-        """See `io.IOBase.tell`."""
         return self._position
 
     def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
@@ -405,14 +402,15 @@ class ShardStream(io.RawIOBase):
                 again = open_data(opened.directory, opened.path, opened.size, grace)
                 if again is not None:
                     return replace(again, reopened=True)
-        cache.disk.failed(cache.disk.reading, fault)
         try:
-            with cache.prepare().locked(entry.path) as is_locked:
+            directories = cache.prepare()
+            directories.read_failed(entry.directory, fault)
+            with directories.locked(entry.path) as is_locked:
                 # Publishing takes this lock, so the path names the same file until the lock is
                 # released. If the path names another file now, ours was already replaced.
                 if is_locked and is_file(opened.path, opened.file.fileno()):
                     set_aside(entry.path, f"{shard}: {fault.strerror}")
-        except system_error() as exn:
+        except (ConfigError, system_error()) as exn:
             logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
         if cache.config.strict:
             raise fault

@@ -109,12 +109,10 @@ class _Usage:
         return sum(known) * _PARTS // max(1, len(known))
 
     def listed_to(self, part: int) -> None:
-        """Note that the parts up to this one were listed now."""
         self.next = (part + 1) % _PARTS
         self.listed = clock.monotonic()
 
     def add(self, part: int, size: int) -> None:
-        """Add bytes to a part that was counted."""
         before = self.parts[part]
         self.parts[part] = None if before is None else max(0, before + size)
 
@@ -148,7 +146,6 @@ class Space:
 
     @lazy
     def in_memory(self) -> bool:
-        """Whether the directory is on a RAM disk."""
         return ram_disk(self.node.base) is not None
 
     @lazy

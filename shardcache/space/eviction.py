@@ -98,7 +98,6 @@ class Removal:
     entries: Links = field(default=(), repr=False)  #: all links to the file; empty for a partial
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
         return {"name": self.name, "size": self.size, "reason": self.reason}
 
 

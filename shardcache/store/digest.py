@@ -42,7 +42,6 @@ class TreeDigest:
         self._block = xxh3_128()
 
     def update(self, data: memoryview) -> None:
-        """Add the next bytes."""
         # Wrong until the end, in case a signal handler raises.
         length, self.length = self.length, -1
         while part := data[: BLOCK - length % BLOCK]:

@@ -64,7 +64,6 @@ class Entry(NamedTuple):
 
     @classmethod
     def at(cls, directory: Path | str) -> Entry:
-        """Return the entry in a directory."""
         _, key, name = str(directory).rsplit("/", 2)
         parsed = parse_entry_name(name)
         assert parsed is not None
@@ -77,9 +76,10 @@ class Entry(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """The time of storing in ns since the epoch, or 1 if replaced, 0 if gone, else the maximum.
+        """The modification time of the data in ns; the newest version has the highest.
 
-        Of several versions, that with the highest number counts. It may be damaged.
+        It is 0 if the entry is gone, 1 if it was replaced, and the maximum if it is damaged, so
+        that `Store.open` reports the damage.
         """
         return _stored(self.directory)
 
@@ -424,7 +424,7 @@ class Store:
             return not free
 
     def evict(self, entry: Entry) -> bool:
-        """Remove an entry of any namespace of this root unless it is in use; return whether so."""
+        """Remove an entry of any namespace of this root unless it is in use; True if removed."""
         if removed := remove_free(entry.path, self._grace):
             with ignoring(OSError):  # it has another version, or is already gone
                 entry.path.parent.rmdir()
@@ -477,6 +477,11 @@ def open_first(
                 other = store.open(key, basename, outdated)
             except DamagedError as exn:
                 other, damaged = None, damaged or exn
+            except system_error() as exn:  # another tier may have the shard
+                if store is stores[-1]:
+                    raise
+                logger.info("%s: %s", store.layout.base, exn)
+                other = None
             if other and (not newest or other.status.st_mtime_ns > newest.status.st_mtime_ns):
                 newest, other = other, newest
             if other is not None:

@@ -55,12 +55,10 @@ class VerifyStatus:
     passed: int = 0  #: bytes of the entries that were checked
 
     def plan(self, entry: Entry) -> None:
-        """Count an entry to check."""
         self.shards += 1
         self.bytes += entry.size
 
     def check(self, entry: Entry) -> None:
-        """Count an entry that was checked."""
         self.done += 1
         self.passed += entry.size
 

@@ -4,14 +4,17 @@ import fcntl
 import json
 import os
 import re
+import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
+from shardcache.download import worker
 from shardcache.errors import IntegrityError
 from tests.support.disktools import disk, needs_root, remount
-from tests.support.storetools import together
+from tests.support.storetools import together, wait_until
 from tests.support.tars import make_tar
 
 MIB = 1 << 20
@@ -134,6 +137,22 @@ def test_a_file_that_is_not_imported_may_be_written_again(open_cache, folder, ur
         with pytest.raises(OSError, match="vanished"):
             open_cache().add(url, file)
     assert mode(file) == 0o644
+
+
+def test_an_interrupted_import_leaves_the_file_as_it_was(open_cache, folder, url, monkeypatch):
+    file, real = folder / "train-0000.tar", worker.identify
+
+    def identify(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        return real(*args)
+
+    monkeypatch.setattr(worker, "identify", identify)
+    cache = open_cache()
+    with pytest.raises(KeyboardInterrupt):
+        cache.add(url, file)
+    wait_until(lambda: mode(file) == 0o644)
+    assert cache.path(url) is None
 
 
 def test_a_file_that_changes_while_it_is_copied_is_not_imported(

@@ -2,13 +2,14 @@
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
 
 from tests.support.clitools import SHARDS, Command, run_process
 from tests.support.disktools import disk, needs_root, remount
-from tests.support.storetools import wait_until
+from tests.support.storetools import PATIENCE, wait_until
 from tests.support.tars import make_tar
 
 #: As in timm and lhotse, workers build the pipeline and skip errors.
@@ -232,6 +233,23 @@ def test_signals_and_exit_codes_pass_through(program, tmp_path):
         wait_until(started.exists)
         command.process.send_signal(signal.SIGTERM)
         assert command.end()[0] == 128 + signal.SIGTERM
+
+
+def test_a_signal_that_comes_before_the_program_reaches_it(run, monkeypatch):
+    real, started = subprocess.Popen, []
+
+    def start(*args, **options):
+        started.append(real(*args, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    code, *_ = run("run", "--", sys.executable, "-c", "import signal; signal.pause()")
+    (child,) = started
+    try:
+        assert (code, child.wait(PATIENCE)) == (128 + signal.SIGTERM, -signal.SIGTERM)
+    finally:
+        child.kill()
 
 
 def test_the_variables_of_env_do_the_same(run, program, spec, tmp_path):

@@ -6,19 +6,22 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shardcache.errors import LockTimeoutError, TransferError
 from shardcache.layout import META, Layout
+from shardcache.locks.sessions import live_waits
 from shardcache.origins.base import TransientError
 from shardcache.store.entry import Store
 from tests.support import caches, storetools
 from tests.support.caches import held_elsewhere, unfinished
 from tests.support.fakes import Fault
-from tests.support.storetools import BLOCK, PATIENCE, room, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, forked, room, wait_until
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/other.tar"
@@ -260,3 +263,20 @@ def test_a_use_is_recorded_once_per_ten_minutes(make_cache, clock):
         assert read(cache) == DATA
         used.append(next(cache.entries()).used)
     assert used == [pytest.approx(clock.now + s, abs=1e-3) for s in (0, 0, 600)]
+
+
+@pytest.mark.locks_work
+def test_a_waiter_that_was_stopped_for_long_finds_the_shard(make_cache, origin):
+    cache, more = make_cache(), origin.hold(BLOCK)
+
+    def wait(parent):
+        parent.say(make_cache(lock_timeout=1).fetch(URL).size)
+
+    with cache.open(URL) as stream, forked(wait) as child:
+        wait_until(lambda: list(live_waits(layout(cache))))
+        child.kill(signal.SIGSTOP)
+        more.set()
+        assert stream.read() == DATA
+        time.sleep(1)  # the lock timeout
+        child.kill(signal.SIGCONT)
+        assert child.hear() == len(DATA)

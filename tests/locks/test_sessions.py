@@ -10,10 +10,12 @@ import threading
 
 import pytest
 
+from shardcache import Cache
 from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
 from tests.support.clitools import run_process
+from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import (
     Parent,
     forked,
@@ -78,6 +80,22 @@ print(sum(name.endswith(".session") for name in found))
     ended = run_process(tmp_path, python=[sys.executable, "-X", "dev", "-c", program])
     assert ended == (0, "1\n", "")
     assert os.listdir(tmp_path / "cache/v1/sessions") == []
+
+
+@needs_root
+def test_a_job_gets_a_session_once_the_disk_can_be_written(tmp_path):
+    files, options = [tmp_path / f"{n}.tar" for n in range(2)], {"min_free": 0, "cache_local": True}
+    for file in files:
+        file.write_bytes(DATA)
+    with disk(tmp_path / "disk", "size=16m") as root:
+        with Cache(root / "cache", **options) as cache:
+            cache.fetch(str(files[0]))
+        remount(root, "ro")
+        with Cache(root / "cache", **options) as cache:
+            assert cache.open(str(files[0])).read() == DATA
+            remount(root, "rw")
+            cache.fetch(str(files[1]))
+            assert len(live_sessions(layout_of(cache.dir))) == 1
 
 
 @pytest.mark.locks_work

@@ -104,6 +104,24 @@ def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas,
     assert origin.requests[0][1] == BLOCK
 
 
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_a_copy_is_read_if_the_origin_fails_that_began_the_shard(
+    node, origin, nas, filled, make_cache, sidecar, caplog
+):
+    first = node(attempts=1, connections=1)
+    origin.faults += [Fault(after=BLOCK + 9), Fault(after=None)]
+    with pytest.raises(TransferError):
+        first.fetch(URL)
+    if not sidecar:
+        filled().with_name(SIDECAR).unlink()
+    else:
+        filled()
+    origin.faults += [Fault(after=0)] * 9
+    cache = make_cache(dir=first.dir, upstreams=[nas], attempts=1, fill="complete")
+    assert cache.open(URL).read() == DATA and cache.stats().streamed == 0
+    assert "damaged" not in caplog.text
+
+
 def flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -229,6 +230,22 @@ def test_the_owner_downloads_the_shards_of_a_helper_that_is_gone_or_stopped(
     monkeypatch.setenv("SHARDCACHE_STALE_AFTER", "1")
     outcomes, stopped, *_ = run(tmp_path, urls, lambda stop: os.kill(helpers()[0], number))
     assert stopped is None and set(outcomes) <= {"fetched", "coalesced", "cached"}
+
+
+def test_a_prewarm_goes_on_in_all_processes_after_all_were_stopped(
+    tmp_path, urls, proxy, monkeypatch
+):
+    monkeypatch.setenv("SHARDCACHE_STALE_AFTER", "1")
+
+    def act(stop):
+        everyone = " ".join(map(str, [*helpers(), os.getpid()]))
+        script = f"(kill -STOP {everyone}; sleep 2.5; kill -CONT {everyone}) &"
+        subprocess.run(["sh", "-c", script], check=True)
+
+    proxy.pause(after=8_000)
+    threading.Timer(4, proxy.resume).start()
+    outcomes, stopped, _, downloaded = run(tmp_path, urls, act)
+    assert (set(outcomes), stopped, downloaded) == ({"fetched"}, None, 2)
 
 
 @pytest.mark.parametrize("freeze", [False, True])

@@ -105,6 +105,16 @@ def test_a_stale_handle_is_reopened_once(warm, break_reads, origin, caplog):
     assert len(origin.requests) == len(warnings(caplog)) == 1
 
 
+def test_a_stream_goes_on_if_its_cache_must_not_be_used_any_more(warm, break_reads):
+    with warm.open(URL) as stream:
+        first = stream.raw.read(PART)
+        warm.close()
+        warm.dir.chmod(0o777)
+        break_reads(errno.EIO)
+        assert first + stream.read() == DATA
+    warm.dir.chmod(0o700)
+
+
 def test_with_strict_a_read_error_is_raised_and_persists(warm, make_cache, break_reads, origin):
     break_reads(errno.EIO, PART, times=5)
     with make_cache(strict=True).open(URL) as stream:

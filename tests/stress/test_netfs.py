@@ -82,6 +82,24 @@ def test_every_read_is_right_whatever_operation_fails(far, shim, caplog, op, num
     assert swept(far, shim, locks=locks)
 
 
+@pytest.mark.parametrize(
+    "op", [*CHANGES.split(), "open", "opendir", "read", "getattr", "lookup", "all"]
+)
+def test_the_other_tier_does_the_work_of_one_that_fails(far, shim, tmp_path, op):
+    tiers = [{"dir": shim.root / "tier", "min_free": 0}]
+    with far.cache(tmp_path / "home", tiers=tiers, locks="flock") as cache:
+        assert far.read(cache, 1) and shim.root in cache.path(far.url(1)).parents
+        if op == "all":
+            shim.crash()
+        else:
+            shim.fail(op, "tier*", times=-1)
+        assert all(far.read(cache, number) for number in [1, 2, 3, 4, 5, 2, 3, 4, 5])
+        stats = cache.stats()
+        assert stats.streamed <= 1 and stats.hits >= 4 and cache.process.disk.is_well
+        if op != "all":
+            shim.heal()
+
+
 @pytest.mark.parametrize("cold", [True, False])
 def test_a_read_continues_from_the_origin_if_the_mount_dies(far, shim, cold):
     root = shim.root / "cache"

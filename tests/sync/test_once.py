@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from shardcache import sync
+from shardcache import sync, threads
 from shardcache.errors import ConfigError
 from tests.support.storetools import PATIENCE, crowd, forked, together
 
@@ -111,6 +111,21 @@ def test_another_rank_takes_over_from_an_interrupted_one(tmp_path, kind):
     where = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}
     with pytest.raises(kind):
         sync.once("k", interrupted, **where)
+    assert sync.once("k", lambda: "done", **where) == "done"
+
+
+def test_another_rank_takes_over_if_a_signal_handler_raises_early(tmp_path, monkeypatch):
+    real = threads.start
+
+    def start(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    where = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}
+    monkeypatch.setattr(threads, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        sync.once("k", print, **where)
+    monkeypatch.undo()
     assert sync.once("k", lambda: "done", **where) == "done"
 
 

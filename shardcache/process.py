@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from queue import Empty
 from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
@@ -51,6 +52,8 @@ _TOUCH_INTERVAL = 600.0
 _REMEMBERED = 100_000
 #: Seconds to wait for a cancelled worker: it ends at once, unless it hangs in another library.
 _FAREWELL = 5.0
+#: Seconds for which the thread of a download waits for another one.
+_SOON = 0.1
 #: Seconds until a caller that waits for a shared download notices that its own was cancelled.
 _POLL = 0.1
 
@@ -118,6 +121,8 @@ class ProcessCache:
         self.downloads = Downloads()
         self.directories: Directories | None = None
         self._housekeeper = Housekeeper(self.tiers)
+        # Threads that wait for a download, and whether they have ended.
+        self._idle = deque[tuple[threads.Queue[Download], threading.Event]](maxlen=64)
         self._touched: dict[str, float] = {}
         self._to_copy: deque[Callable[[], None]] = deque()
         self._copying: set[threading.Thread] = set()
@@ -339,12 +344,29 @@ class ProcessCache:
         return download, download is new
 
     def _start_worker(self, download: Download) -> bool:
-        """Start the worker's thread. Return False if the process cannot start a thread."""
+        """Let a thread run a download. Return False if the process cannot start a thread."""
+        with contextlib.suppress(IndexError):
+            downloads, is_over = self._idle.pop()
+            downloads.put(download)
+            if not is_over.is_set():
+                return True
         with contextlib.suppress(threads.NoThreadError):
-            name = f"shardcache-{download.shard.key[:8]}-fetch"
-            threads.start(partial(self._run_worker, download), name)
+            threads.start(partial(self._work, download), "shardcache-fetch")
             return True
         return False
+
+    def _work(self, download: Download) -> None:
+        """Run a download, and those that come soon: a thread costs as much as a small shard."""
+        downloads, is_over = threads.Queue[Download](), threading.Event()
+        with contextlib.suppress(Empty):
+            while True:
+                self._run_worker(download)
+                del download
+                self._idle.append((downloads, is_over))
+                download = downloads.get(_SOON)
+        is_over.set()  # whoever puts a download from now on starts a thread, too
+        with contextlib.suppress(Empty):
+            self._run_worker(downloads.get(0))
 
     def _run_worker(self, download: Download) -> None:
         """Run a download as its worker, and report its result or error to the readers."""

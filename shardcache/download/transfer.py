@@ -96,6 +96,16 @@ class _FailedError(Exception):
     """Another thread of the same transfer has failed."""
 
 
+class _Own(threading.local):
+    """The blocks of memory of a thread; those in the cache of another core are slower than new."""
+
+    def __init__(self) -> None:
+        self.free: list[memoryview] = []
+
+
+_own = _Own()
+
+
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
@@ -107,8 +117,8 @@ class _Part:
         self.filled = 0  # bytes of the current block, which are in the buffer
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
-        # Not shared by parts: a buffer in another core's cache is slower than a new one.
-        self.buffer = memoryview(bytearray(BLOCK if stop is None else min(BLOCK, stop - start)))
+        length = BLOCK if stop is None else min(BLOCK, stop - start)
+        self.buffer = _own.free.pop() if _own.free else memoryview(bytearray(length))
 
 
 class Transfer:
@@ -305,6 +315,8 @@ class Transfer:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
             self.retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
+        if len(part.buffer) == BLOCK:
+            _own.free.append(part.buffer)
         if part.position == 0 and (unused := self._take_first()) is not None:  # an empty object
             unused.close()
 

@@ -90,7 +90,7 @@ def test_batches_out_of_order_have_no_state(make):
     sampler = make()
     options = {"batch_sampler": sampler, "num_workers": 1, "in_order": False}
     next(iter(torch_data.DataLoader(range(880), **options)))
-    with pytest.raises(ConfigError, match="with in_order=False, no number of batches says"):
+    with pytest.raises(ConfigError, match="with in_order=False, a number of batches does not say"):
         sampler.state_dict(batch=1)
 
 

@@ -38,7 +38,7 @@ WebDataset's variables `WDS_CACHE` and `WDS_CACHE_SIZE` come last. The default d
 `shardcache` in `$XDG_CACHE_HOME` or `~/.cache`. `shardcache config` shows all values and sources.
 
 Write sizes like `800GB` or `1.5 TiB`; in Python, an `int` is a number of bytes. Write durations
-like `90` (seconds), `1h30m` or `14d`. `none` clears an option.
+like `90s`, `1h30m` or `14d`. `none` clears an option.
 
 {chr(10).join(rows)}
 """

@@ -221,7 +221,7 @@ def group_name(gid: int) -> str:
 def _endpoint(value: object) -> str:
     text = value.strip() if isinstance(value, str) else ""
     if not re.fullmatch(_ENDPOINT, text):
-        raise ValueError("is not an endpoint (put credentials into the environment or a profile)")
+        raise ValueError("is not a URL like http://localhost:8333, without credentials")
     return text
 
 

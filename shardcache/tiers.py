@@ -112,8 +112,7 @@ class Tier:
         if self.store.layout != node:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())
-        if self._started is not None:
-            _record_limits(self.node, self._started, self.config.limits())
+        _record_limits(self.node, self._started, self.config.limits())
         self.made = self.identity()
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -178,12 +177,21 @@ class Tier:
                     self.space.forget_refusal()
 
 
-def _record_limits(layout: Layout, started: float, limits: dict[str, Any]) -> None:
-    """Store the limits of a job for commands, unless a job that began later has stored its own."""
+def _record_limits(layout: Layout, started: float | None, limits: dict[str, Any]) -> None:
+    """Store the limits of a job for commands, unless a job that began later has stored its own.
+
+    Of a command, which has no ``started``, only its tiers are stored.
+    """
     with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
+        last = 0.0
         with contextlib.suppress(FileNotFoundError):
-            if layout.limits.lstat().st_mtime > started:
+            last = layout.limits.lstat().st_mtime
+        if started is None:
+            limits, started = {**job_limits(layout), "tiers": limits["tiers"]}, last
+            if not limits["tiers"]:
                 return
+        if last > started:
+            return
         # The tiers of earlier jobs may still hold shards.
         tiers = limits["tiers"] or job_limits(layout).get("tiers")
         layout.write(layout.limits, json.dumps({**limits, "tiers": tiers}).encode())

@@ -188,6 +188,9 @@ def _space(tier: Config) -> Findings:
     elif limit and limit > room:
         fix = f"Remove other files from that disk, or set max_size to {format_bytes(room)}."
         yield "warn", f"{text}: there is room for only {format_bytes(room)}", fix
+    elif disk.free < floor:
+        fix = "Make room on that disk, or set a smaller min_free."
+        yield "warn", f"{text}: new shards replace others, or are streamed", fix
     elif "KUBERNETES_SERVICE_HOST" in os.environ and limit is None and not ram_disk(path):
         fix = "Set max_size, or ephemeral_limit (SHARDCACHE_EPHEMERAL_LIMIT) to the pod's limit."
         yield "warn", f"{text}, but the kubelet evicts pods before a node's disk is full", fix

@@ -272,6 +272,8 @@ yes_option = flag("-y", "--yes", help="Do not ask for confirmation.")
 def _take(context: click.Context, parameter: click.Parameter, value: Any) -> None:
     """Store the value of a global option, whether it precedes or follows the command."""
     name, invocation = str(parameter.name), context.ensure_object(Invocation)
+    if value == "":  # of a variable of a shell that is not set
+        raise click.BadParameter("It is empty.", context, parameter)
     if name == "verbosity":
         invocation.console.verbosity += value
     elif value and name in ("anon", "profile", "region_name"):

@@ -87,7 +87,8 @@ def run_command(
             make_root(tier)
         except (OSError, ConfigError) as exn:  # the program streams, as with `Cache`
             error = exn if isinstance(exn, ConfigError) else unusable(tier.dir, exn)
-            log_unusable(error, tier.dir, detect())
+            if tier.dir == config.dir:  # the program warns of other tiers
+                log_unusable(error, tier.dir, detect())
         if is_read_only(tier.dir):
             log_read_only(tier.dir, detect())
     environment = {**os.environ, **variables}  # the program inherits that a fault was logged

@@ -78,7 +78,8 @@ class ShardBatchSampler(Sampler[list[int]]):
         """Refuse the arguments with which Lightning makes a batch sampler again."""
         if "batch_size" in options:
             raise ConfigError(
-                "a ShardBatchSampler takes a global_batch, and Lightning cannot make it again. Use "
+                "a ShardBatchSampler takes a global_batch, that of all ranks together, and no "
+                "batch_size. If Lightning has passed it, use "
                 "Trainer(use_distributed_sampler=False), and predict() with DataLoader(data, "
                 "sampler=sampler, batch_size=None, collate_fn=default_collate)."
             )
@@ -197,8 +198,8 @@ class ShardBatchSampler(Sampler[list[int]]):
 
     def _restore(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Adopt the lanes and the window of a state, and return its position."""
-        if not isinstance(state, Mapping):
-            raise ConfigError(f"{state!r:.80} is not a state, which is a dict.")
+        if not isinstance(state, Mapping) or "version" not in state:
+            raise ConfigError(f"{state!r:.80} is not a state of a ShardBatchSampler.")
 
         def saved(name: str, *limits: int) -> int:
             return checked_int(f"the state's {name}", state.get(name), *limits)

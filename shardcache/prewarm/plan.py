@@ -7,6 +7,7 @@ meantime, `confirm` and the downloads notice it.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def make_plan(
     allocated = process.last_tier.space.allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = sum(on_disk.values())
-    rooms, resumable = dict[Tier, int](), 0
+    rooms, disks, resumable = dict[Tier, int](), defaultdict[int, list[tuple[int, int]]](list), 0
     for tier in process.tiers:
         with process.tolerating(tier):
             check_usable(tier.config)
@@ -179,8 +180,11 @@ def make_plan(
             journals = filter(None, map(read_journal, paths))
             resumable += sum(journal.written for journal in journals if journal.metadata.resumable)
             if not is_read_only(tier.config.dir):
-                rooms[tier] = _room(tier, flights, entries, wanted)
-    free = sum(max(0, room) for room in rooms.values())
+                device, room, spare = _room(tier, flights, entries, wanted)
+                rooms[tier] = room
+                disks[device].append((max(0, room), spare))
+    # Several tiers may share a disk.
+    free = sum(min(sum(r for r, _ in each), max(s for _, s in each)) for each in disks.values())
     lacking, evict = max(0, needed - free), 0
     for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._reserve`
         unwanted = [e for e in entries if e.key not in wanted and tier.owns(e.directory)]
@@ -280,16 +284,21 @@ def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
     raise ValueError("the origin states nothing to compare versions by")
 
 
-def _room(tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: set[str]) -> int:
-    """Return the bytes that a tier has free, below zero if it exceeds its limits."""
+def _room(
+    tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: set[str]
+) -> tuple[int, int, int]:
+    """Return a tier's disk, and the free bytes of the tier and of the disk.
+
+    The tier has less than zero if it exceeds its limits.
+    """
     config, space = tier.config, tier.space
     # These bytes of unfinished downloads are already on the disk, but the plan includes them.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
     candidates = (config.dir, *config.dir.parents)
-    volume = Volume.of(next(path for path in candidates if path.exists()))
-    free = volume.free - config.min_free.of(volume.size) + resumable
+    volume = Volume.of(path := next(path for path in candidates if path.exists()))
+    free = spare = volume.free - config.min_free.of(volume.size) + resumable
     if (limit := volume.budget(config)) is not None:
         used = total_bytes((e for e in entries if tier.owns(e.directory)), space.allocated)
         others = sum(flight.reserved for flight in flights if flight.key not in wanted)
         free = min(free, limit - others - used)
-    return free
+    return path.stat().st_dev, free, max(0, spare)

@@ -94,7 +94,7 @@ class PrewarmPlan:
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
         text = f"Need {counted(len(self.shards), 'shard')}{size}: {len(self.cached):,} cached"
         if not fetch:
-            over = f"; {format_bytes(self.over)} over the limits: pass them to `shardcache clean`"
+            over = f"; {format_bytes(self.over)} over the limits, which `shardcache clean` removes"
             return f"{text}, nothing to fetch{over if self.over else ''}"
         need = format_bytes(self.fetch_bytes)
         if unknown:

@@ -244,5 +244,5 @@ def test_path_names_all_shards_that_do_not_exist(run, spec, bucket):
 def test_a_limit_below_what_is_cached_is_said(run, warm, spec):
     code, out, _ = run("prewarm", spec, "--max-size", "1B")
     assert code == 0
-    assert re.search(r"nothing to fetch; [\d.]+ KB over the limits: pass them to", out)
+    assert re.search(r"nothing to fetch; [\d.]+ KB over the limits, which", out)
     assert "over" not in run("prewarm", spec)[1]

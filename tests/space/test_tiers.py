@@ -69,6 +69,22 @@ def test_jobs_and_commands_go_on_without_a_tier_that_fails(shop, ram, caplog, pr
         assert f"verified {is_read:d} shard" in run("verify")  # not that of `dir`
 
 
+def test_commands_use_the_tiers_of_a_prewarm_and_count_a_shared_disk_once(shop, ram, tmp_path):
+    variables = {"SHARDCACHE_TIERS": f"{ram}=1GB", "SHARDCACHE_CACHE_LOCAL": "1"}
+
+    def run(*words: str, **more: str) -> str:
+        code, text = command("--dir", tmp_path / "home", *words, **more)
+        assert code == 0, text
+        return text
+
+    alone = run("prewarm", "-n", "--json", shop.urls[0], SHARDCACHE_CACHE_LOCAL="1")
+    both = run("prewarm", "-n", "--json", shop.urls[0], **variables)
+    free = [json.loads(text)["summary"]["plan"]["free_bytes"] for text in (alone, both)]
+    assert free[1] == pytest.approx(free[0], rel=0.01)
+    run("prewarm", "-q", shop.urls[0], **variables)
+    assert "1 shard" in run("ls")
+
+
 def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
     url = shop.urls[0]
     with shop.cache() as cache:

@@ -16,7 +16,7 @@ from shardcache import ConfigError, threads
 from shardcache.origins import connection
 from shardcache.origins.http import WebOrigin
 from shardcache.urls import parse_url
-from tests.support.storetools import PATIENCE
+from tests.support.storetools import PATIENCE, wait_until
 from tests.support.tars import make_tar
 from tests.support.webservers import Connection, Files, Scripted, answer, running
 
@@ -124,7 +124,7 @@ def test_a_body_comes_whole_and_a_long_one_seldom_wakes_its_reader(
             got.append(bytes(block[:count]))
         waits = getrusage(RUSAGE_THREAD).ru_nvcsw - before
         whole.set()
-    assert b"".join(got) == data and ended == [True]
+        assert wait_until(lambda: ended) == [True] and b"".join(got) == data
     assert waits < len(pieces) / 2 or step < 1 << 20
 
 

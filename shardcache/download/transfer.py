@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import mmap
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -106,6 +107,13 @@ class _Own(threading.local):
 _own = _Own()
 
 
+def _memory(length: int) -> memoryview:
+    if length < BLOCK:
+        return memoryview(bytearray(length))
+    # The allocator would keep a block that a thread frees, in an arena of that thread.
+    return memoryview(mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
@@ -118,7 +126,7 @@ class _Part:
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
         length = BLOCK if stop is None else min(BLOCK, stop - start)
-        self.buffer = _own.free.pop() if _own.free else memoryview(bytearray(length))
+        self.buffer = _own.free.pop() if _own.free else _memory(length)
 
 
 class Transfer:

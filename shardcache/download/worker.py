@@ -94,7 +94,6 @@ class Worker:
     _retries: Retries | None = None  # of the last attempt
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
     _tier: Tier | None = None  # in which the last partial is, or was
-    _written: str = ""  # the name of the last partial
     _is_anew: bool = False  # whether the next source cannot continue the partial
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
 
@@ -338,7 +337,6 @@ class Worker:
                     # A partial of one block has no journal, so no process could follow it.
                     if lock is not None and (info.size is None or info.size > BLOCK):
                         lock.update(directories.holder()._replace(partial=partial.path.name))
-                self._written = partial.path.name
                 transfer.receive(partial)
             metadata = transfer.finish()
             headers = _HEADERS if transfer.may_end_early else 0
@@ -420,8 +418,7 @@ class Worker:
             return None
         for tier in self._directories.tiers:
             layout = tier.store.layout
-            place, is_own = layout.partial / name, name == self._written
-            partial = Partial.claim(layout, place, shard.basename, is_own=is_own)
+            partial = Partial.claim(layout, layout.partial / name, shard.basename)
             if partial is None:
                 continue
             self._tier = tier

@@ -207,13 +207,8 @@ class Partial:
         return partial
 
     @classmethod
-    def claim(
-        cls, layout: Layout, path: Path, basename: str, *, is_own: bool = False
-    ) -> Partial | None:
-        """Take over and lock a partial, to be proven; None if it cannot be used.
-
-        Its writer is dead, or is this process (``is_own``), which has closed it.
-        """
+    def claim(cls, layout: Layout, path: Path, basename: str) -> Partial | None:
+        """Take over and lock a dead process's partial, to be proven; None if it cannot be used."""
         named = parse_partial_name(path.name)
         if named is None or not files.is_directory(path):
             return None
@@ -223,7 +218,7 @@ class Partial:
                 file = stack.enter_context(files.open_exclusive(path / basename, os.O_RDWR))
                 free = files.wait_flock(file.fileno()) if layout.grace is None else None
                 if free is None:
-                    free = is_own or files.is_idle(path, layout.grace or files.IDLE_GRACE)
+                    free = files.is_idle(path, layout.grace or files.IDLE_GRACE)
                 status = os.fstat(file.fileno())
                 own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
                 # If a sweep removed the partial between open and flock, its name is gone.

@@ -151,7 +151,6 @@ class ProcessCache:
             tier.failed(exn)
 
     def stores(self) -> list[Store]:
-        """Return the stores of all namespaces of all tiers."""
         return [store for tier in self.present for store in tier.stores()]
 
     def tier_of(self, directory: str) -> Tier:
@@ -364,7 +363,7 @@ class ProcessCache:
                 del download
                 self._idle.append((downloads, is_over))
                 download = downloads.get(_SOON)
-        is_over.set()  # whoever puts a download from now on starts a thread, too
+        is_over.set()  # from now on, `_start_worker` starts a thread
         with contextlib.suppress(Empty):
             self._run_worker(downloads.get(0))
 

@@ -81,7 +81,6 @@ class Queue(Generic[T]):
         self._is_empty.acquire()
 
     def put(self, item: T) -> None:
-        """Add an item."""
         self._items.append(item)
         with contextlib.suppress(RuntimeError):  # released for an item before
             self._is_empty.release()

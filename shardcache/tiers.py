@@ -180,7 +180,7 @@ class Tier:
 def _record_limits(layout: Layout, started: float | None, limits: dict[str, Any]) -> None:
     """Store the limits of a job for commands, unless a job that began later has stored its own.
 
-    Of a command, which has no ``started``, only its tiers are stored.
+    A command has no ``started``, and stores only its tiers.
     """
     with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
         last = 0.0
@@ -256,7 +256,6 @@ class Directories:
             tier.failed(exn)
 
     def versions(self, key: str) -> list[Path]:
-        """Return the directories of all versions of a shard, in all tiers."""
         return [Path(row[0]) for tier in self.tiers for row in versions(tier.store.layout, key)]
 
     def holder(self) -> Holder:

@@ -137,7 +137,6 @@ def run_command(
 
 
 def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables to add to the environment of the program."""
     paths = {"SHARDCACHE_CONFIG": invocation.config, "SHARDCACHE_DIR": invocation.dir}
     variables = {name: str(absolute(path)) for name, path in paths.items() if path is not None}
     if invocation.endpoint_url:

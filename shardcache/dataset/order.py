@@ -226,7 +226,6 @@ class Lane:
         return found
 
     def _enter(self, position: int) -> None:
-        """Make the step that contains a position."""
         steps = range((self._last + 1) * self._divisor)
         step = bisect_right(steps, position, key=lambda each: self._cut(each)[0]) - 1
         self._start, segments, begins, ends = self._cut(step)

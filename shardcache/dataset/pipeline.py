@@ -538,7 +538,6 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int) -> Any:
-        """Iterate once over the shards."""
         stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
         total = len(getattr(stages[0], "urls", ())) or sys.maxsize
         shards = _Shards(self._cache, run, self.pipeline[opener:read], total)

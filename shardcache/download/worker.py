@@ -315,7 +315,7 @@ class Worker:
         partial = None if lock is None else self._resume(lock)
         if partial is not None and self._is_anew:
             partial.discard()
-            partial = None
+            partial, self._is_anew = None, False
         elif partial is not None:
             begun, copy = partial.metadata, self._source.stated
             is_other = copy is not None and copy.version != begun.info.version

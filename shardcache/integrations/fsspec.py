@@ -223,7 +223,6 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return described(self.info(path)).version
 
     def checksum(self, path: str) -> int:
-        """Return `ukey` as a number."""
         return int(self.ukey(path), 16)
 
     def _ask(self, method: str, path: Any = None, *args: Any, **options: Any) -> Any:

@@ -208,7 +208,7 @@ class Origin(Protocol):
     lists_pages: bool = False
     #: The name of the upstream that has this copy; "" for the origin itself.
     upstream: str = ""
-    #: Of an upstream: the version of its copy, and the tree digest if the upstream states it.
+    #: For an upstream, the version of its copy, and the tree digest if the upstream states it.
     stated: ObjectInfo | None = None
     digest: str | None = None
 

@@ -84,7 +84,6 @@ class Origins:
         return self._made[key]
 
     def use(self, scheme: str, origin: Origin) -> None:
-        """Read the shards of a scheme from ``origin``, in this process."""
         self._made[scheme, (), ""] = origin
 
     def close_idle(self, most: int) -> int:

@@ -296,7 +296,6 @@ class Pace:
         return self._next - clock.monotonic()
 
     def _slow_down(self, exn: TransientError) -> None:
-        """Halve the limit and set the next pause."""
         with self._guard:
             now = clock.monotonic()
             if self._since is None:
@@ -318,7 +317,6 @@ class Pace:
         self._log(logging.WARNING, f"is not ready: {text}")
 
     def _speed_up(self) -> None:
-        """Raise or lift the limit."""
         with self._guard:
             self._pauses, self._refused_since = 0, None
             if self._since is None or math.isinf(self._limit):

@@ -229,7 +229,6 @@ class S3Origin(Origin):
         store.renewed(keys, expiry.timestamp() if expiry else math.inf)
 
     def server(self, shard: ShardURL) -> str:
-        """Return the scheme, host and port of the server that stores a shard."""
         return self._bucket(shard.bucket_and_key()[0]).server
 
     def accepts_credentials(self) -> bool:

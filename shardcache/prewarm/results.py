@@ -116,7 +116,6 @@ class PrewarmPlan:
         return text if unknown else f"{text}  ok"
 
     def as_dict(self) -> dict[str, int]:
-        """Return the numbers of shards and bytes, for JSON."""
         return {
             "shards": len(self.shards),
             "cached": len(self.cached),
@@ -204,7 +203,6 @@ class PrewarmReport:
         return f"{text}; {remarks}." if remarks else f"{text}."
 
     def as_dict(self) -> dict[str, Any]:
-        """Return totals for JSON: shards by outcome, bytes, seconds."""
         return {
             "plan": self.plan.as_dict(),
             **{outcome.value: self.count(outcome) for outcome in Outcome},

@@ -325,7 +325,6 @@ class Pool:
         return bool(self._threads or self._silent or self._is_waiting())
 
     def _useful_threads(self) -> int:
-        """Return how many threads may download at the moment."""
         connections = self.cache.process.resources.connections
         # Two threads that wait for the interpreter need half as much processor time again as one.
         is_enough = self._is_small and not self._has_stalled and connections.near

@@ -68,7 +68,6 @@ class Counters:
         self._flushed = threads.Queue[None]()  # ends that thread
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add numbers to the counters of the same names (`summary.Stats`)."""
         if self._where is None:
             return
         with self._guard:
@@ -129,13 +128,11 @@ class Counters:
         self.add({**counts, "retries": retries})
 
     def flush(self) -> None:
-        """Write all counts to the database."""
         self._write(_LAST_BUSY)
         if self._soon:
             self._flushed.put(None)
 
     def snapshot(self) -> Counter[str]:
-        """Return all counts of this process so far."""
         with self._guard:
             return Counter(self._counted)
 

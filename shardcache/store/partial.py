@@ -144,7 +144,6 @@ class PartialSource:
         return os.fstat(self._journal.fileno()).st_nlink == 0
 
     def close(self) -> None:
-        """Close the files."""
         with ignoring(OSError):  # read-only files are closed even if this fails
             self._stack.close()
 

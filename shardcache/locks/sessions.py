@@ -96,10 +96,12 @@ def remove_dead(layout: Layout) -> None:
     for path in _files(layout, ".wait"):
         _live_since(path)
     oldest = min(live_sessions(layout), default=math.inf)
-    for note in files.list_names(layout.sessions):
-        with ignoring(OSError):  # it is gone, or it is a directory
-            if note.endswith(_NOTE) and (layout.sessions / note).lstat().st_mtime < oldest:
-                (layout.sessions / note).unlink()
+    # A process that could not read the manifest left its notes in the cache, not on the node.
+    for sessions in {layout.sessions, layout.base / "sessions"}:
+        for note in files.list_names(sessions):
+            with ignoring(OSError):  # it is gone, or it is a directory
+                if note.endswith(_NOTE) and (sessions / note).lstat().st_mtime < oldest:
+                    (sessions / note).unlink()
 
 
 def _files(layout: Layout, suffix: str) -> list[Path]:

@@ -193,7 +193,8 @@ def below(directory: Path, suffix: str = "") -> list[Path]:
 
 def swept(root: Path, cache: Cache, **options: Any) -> list[Path]:
     """Clean a cache that no process uses; returns downloads and temporary files that are left."""
-    for path in root.glob("v1/**/partial"):  # a cleaning keeps young leftovers
+    # A cleaning keeps young leftovers, and the notes of the job of this process.
+    for path in [*root.glob("v1/**/partial"), *root.glob("v1/**/*.streamed")]:
         age(path)
     with cache:
         cache.clean(**(options or {"orphans": True}))

@@ -173,7 +173,8 @@ def _tables(value: object, cls: Any) -> tuple[Any, ...]:
     try:
         return tuple(map(parsed, _items(value)))
     except TypeError:  # not a table, or unknown fields, which the TypeError would show
-        raise ValueError("has an item that is not valid") from None
+        keys = ", ".join(cls.__slots__)
+        raise ValueError(f"has an item that is not valid (a table has the keys {keys})") from None
 
 
 def _store(value: object) -> str:

@@ -147,6 +147,7 @@ TIERS = [
 #: Options that are refused, and a part of the message.
 REFUSED: list[tuple[dict[str, object], str]] = [
     *(({"tiers": tiers}, "tiers") for tiers in TIERS),
+    ({"tiers": TIERS[3]}, r"\(a table has the keys dir, max_size, min_free\)"),
     ({"dir": "${EMPTY}/x"}, f"{DIR_IS}EMPTY, which is not set"),
     ({"dir": "~no-such-user/x"}, f"{DIR_IS}is in an unknown home directory"),
     ({"dir": "s3://bucket/x"}, f"{DIR_IS}is a URL"),

@@ -90,10 +90,9 @@ def clean_command(
             console.table(("SHARD", "ON DISK", "REASON"), rows)
         console.info(str(report))
         if report.missing:
-            console.warning(
-                f"the cache is still {format_bytes(report.missing)} too large: the other shards "
-                "are pinned, in use, or were used since the running jobs started"
-            )
+            why = "the other shards are pinned, in use, or were used since the running jobs started"
+            why = why if report.kept else "no shard is left, and other files fill the disk"
+            console.warning(f"the cache is still {format_bytes(report.missing)} too large: {why}")
         if not remove_dir or dry_run:
             return ExitCode.DONE
         for tier in cache.config.by_tier():

@@ -401,7 +401,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             ConfigError: the state was saved with other shards, stages, ranks or workers.
         """
         workers = _workers_of(state) if isinstance(state, Mapping) else [None]
-        if not all(isinstance(each, Mapping) for each in workers):
+        if not state or not all(isinstance(each, Mapping) for each in workers):
             raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
         self._warn_if_extended()
         epoch = checked_int("state['epoch']", state.get("epoch"), 0)

@@ -90,6 +90,7 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     assert code == 0 and err.startswith("warning: ") and "in use" in err
     assert run("clean", "--all", "-n")[0] == 0 and len(states(run)) == 3
     assert run("clean", "--all", "-y")[0] == 0 and len(states(run)) == 0
+    assert "no shard is left, and other files fill" in run("clean", "--min-free", "100%")[2]
 
 
 def test_commands_use_the_limits_of_the_last_job_and_do_not_replace_them(run, warm, data, tmp_path):

@@ -791,7 +791,7 @@ def test_a_state_that_no_pipeline_has_saved_is_refused_by_field(make):
     broken += [(name, {"epoch": 0, "workers": [each]}) for name, each in broken]
     broken += [("version", {"epoch": 0, "workers": 5}), ("version", {"epoch": 0, "workers": [{}]})]
     broken += [("epoch", {"epoch": 1, "workers": [state]}), ("epoch", {"workers": []})]
-    broken += [("not the state", None), ("not the state", {"epoch": 0, "workers": [5]})]
+    broken += [("not the state", each) for each in (None, {}, {"epoch": 0, "workers": [5]})]
     for name, each in broken:
         with pytest.raises(ConfigError, match=name):
             dataset.load_state_dict(each)

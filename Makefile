@@ -27,7 +27,7 @@ help:
 	@echo "make test-integrations  pandas, Arrow, Ray, Hugging Face, Lightning, open_clip (installs them)"
 	@echo "make lint    ruff (with its security rules), mypy, pyright, layers, dependencies"
 	@echo "make audit   known vulnerabilities of the dependencies (needs the network)"
-	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (an hour)"
+	@echo "make bench   every benchmark, against peers; writes docs/benchmarks.md (two hours)"
 	@echo "make docs    write docs/options.md and docs/cli.md anew"
 	@echo "make site    build the documentation's site in .site"
 	@echo "make clean   remove all environments and caches of tools"

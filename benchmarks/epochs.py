@@ -365,7 +365,8 @@ def main() -> None:
                     facts["starts"] = _starts(bench, keys[0], arguments.repeats)
                 if "work" in parts:
                     title = LINKS[_TLS][0] + ", TLS" * tls
-                    facts["work"][title] = _worked(bench, keys, arguments.repeats)
+                    third = keys[: -(-len(keys) // 3)]  # all of them take an hour
+                    facts["work"][title] = _worked(bench, third, arguments.repeats)
             save(arguments.json, facts)
     print(report(facts))
 

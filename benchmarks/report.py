@@ -1,7 +1,7 @@
 """Run all benchmarks and write ``docs/benchmarks.md``: `make bench`.
 
 ``python -m benchmarks.report`` runs each benchmark in a process of its own, which leaves figures in
-``--results``, and makes the page from all figures that are there. All of it takes an hour:
+``--results``, and makes the page from all figures that are there. All of it takes two hours:
 ``--missing`` runs what has no figures yet, ``--only`` takes names of benchmarks, and ``--render``
 writes the page without measuring.
 """
@@ -35,7 +35,7 @@ PAGES = {
         "Epochs",
         "One process reads every sample through WebDataset and does nothing with it. `x streaming` "
         "is the time relative to the cold epoch streamed by curl. The server counts the "
-        "downloads.",
+        "downloads. With work, the epoch has a third of the shards.",
         epochs.report,
     ),
     "hits": ("A hit", "Open a cached shard, read 512 bytes, close it.", hits.report),

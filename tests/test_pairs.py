@@ -135,6 +135,10 @@ def test_any_two_options_keep_all_promises(row, tmp_path, s3, bucket, proxy):
                 damage_and_repair(world)
             kill_and_resume(world)
             remove(world)
+        else:  # the node's directory of this cache goes with it
+            remount(tmp_path / "disk", "rw")
+            world.wait_an_hour()
+            world.cli("clean", "--all", "--remove-dir", "-y")
 
 
 def damage_and_repair(world):

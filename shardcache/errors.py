@@ -39,7 +39,6 @@ class ShardCacheError(Exception):
 
     @property
     def message(self) -> str:
-        """The message with which the error was raised."""
         return str(self.args[0]) if self.args else ""
 
     def __str__(self) -> str:

@@ -184,7 +184,6 @@ class ShardURL:
 
     @property
     def local_path(self) -> Path:
-        """The path of a ``file`` URL."""
         return Path(self.canonical.removeprefix("file://"))
 
     def bucket_and_key(self) -> tuple[str, str]:

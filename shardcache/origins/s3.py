@@ -267,7 +267,6 @@ class S3Origin(Origin):
     def list_page(
         self, directory: ShardURL, prefix: str, token: str, *, deep: bool
     ) -> tuple[dict[str, int], str]:
-        """List one page of the objects in a directory. See `base.Origin.list_page`."""
         folder = directory.bucket_and_key()[1]
         query = {"list-type": "2", "encoding-type": "url", "max-keys": str(_PAGE)}
         query |= {"prefix": folder + prefix} | ({} if deep else {"delimiter": "/"})

@@ -287,10 +287,7 @@ def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
 def _room(
     tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: set[str]
 ) -> tuple[int, int, int]:
-    """Return a tier's disk, and the free bytes of the tier and of the disk.
-
-    The tier has less than zero if it exceeds its limits.
-    """
+    """Return the disk, and the free bytes of the tier (below zero over its limits) and the disk."""
     config, space = tier.config, tier.space
     # These bytes of unfinished downloads are already on the disk, but the plan includes them.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)

@@ -427,7 +427,6 @@ class Space:
     def plan(
         self, entries: Sequence[Entry], limits: Limits, policy: Policy, *, reserved: int = 0
     ) -> CleanReport:
-        """Plan an eviction of ``entries`` with `eviction.plan`."""
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
         return eviction.plan(

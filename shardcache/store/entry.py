@@ -71,7 +71,6 @@ class Entry(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The directory of the entry."""
         return Path(self.directory)
 
     @property

@@ -235,7 +235,7 @@ def test_a_plain_loader_continues_in_the_seventh_epoch(of_files):
     state = saved(dataset)
     rest, following = [*batches], [*dataset.track(loader)]
     assert dataset.epoch == 9  # the workers have begun two epochs
-    del batches, loader  # so that the workers end now; the garbage collector would wait 10 s for them
+    del batches, loader  # ends the workers at once; the garbage collector waits 10 s
     other, batches, loader = loaded(state)
     # Batches of several workers may come in another order.
     assert sorted([*first, *batches]) == sorted(first + rest)

@@ -158,6 +158,7 @@ SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 NOT_DATA = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 #: Errors of opening a file that is gone.
 GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+ABSENT = NOT_DATA | GONE
 
 
 def check_own(path: Path | str, status: os.stat_result) -> None:
@@ -249,7 +250,8 @@ def list_names(directory: Path | str) -> list[str]:
     except system_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
-        raise
+        # `os.listdir` names the descriptor.
+        raise OSError(exn.errno, exn.strerror, os.fspath(directory)) from None
     finally:
         for fd in fds:
             os.close(fd)
@@ -333,7 +335,7 @@ def locked(
 ) -> Iterator[bool]:
     """Hold the flock of a file in the body; yield whether no other process holds it.
 
-    A file that is gone is free; with ``remove``, one that was replaced after it was opened is not.
+    A file that is gone is free. With ``remove``, it is not free if its path names another by now.
     If it is the data file ``of`` a directory, a link is free. If the filesystem has no flock, or
     the process that created the file died before it gave the group access, the file is free once it
     (or the directory) was unused for an hour.

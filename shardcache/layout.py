@@ -6,14 +6,15 @@ Only this module creates and parses the names. shardcache never touches a file w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardcache.faults import ignoring
-from shardcache.files import PRIVATE, Modes, random_token, read_json, write_new
+from shardcache.faults import ignoring, system_error
+from shardcache.files import ABSENT, PRIVATE, Modes, list_names, random_token, read_file, write_new
 from shardcache.threads import lazy
 from shardcache.urls import SIDE_FILES
 
@@ -140,6 +141,12 @@ class Layout:
         """Return a lock file of the namespace, not of a key: ``budget``, ``private-0``, ..."""
         return self.locks / f"{name}.lock"
 
+    def namespaces(self) -> list[Layout]:
+        """Return this namespace of a node, and those of its ranks and jobs."""
+        # Symbolic links, and directories with other names, belong to other programs.
+        ranks = map(self.rank, filter(is_rank_name, list_names(self.ranks)))
+        return [self, *(rank for rank in ranks if rank.first_link() is None)]
+
     @lazy
     def directories(self) -> tuple[Path, ...]:
         """The directories of the namespace, parents first."""
@@ -179,6 +186,15 @@ def evicted(directory: Path) -> Path:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """Return the manifest of a root, or an empty dict if the manifest is missing or damaged."""
-    manifest = read_json(root / MANIFEST)
+    """Return the manifest of a root, or an empty dict if the manifest is missing or damaged.
+
+    Raises OSError if it cannot be read: it states the kind of lock and names the node's directory.
+    """
+    manifest = None
+    try:
+        with contextlib.suppress(ValueError, RecursionError):
+            manifest = json.loads(read_file(root / MANIFEST))
+    except system_error() as exn:
+        if exn.errno not in ABSENT:
+            raise
     return manifest if isinstance(manifest, dict) else {}

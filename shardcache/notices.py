@@ -25,7 +25,7 @@ class Notices:
     """The warnings of one process that are not repeated."""
 
     _job: str  # identifies the job among those of this node
-    _node: Callable[[], Layout]  # returns the node's namespace
+    _node: Callable[[], Layout | None]  # returns the node's namespace, if it can be used
     _known: set[str] = field(default_factory=set)
 
     def warn(
@@ -44,7 +44,9 @@ class Notices:
         """Return whether this is the first call with ``kind`` in this job and on this node."""
         is_known = kind in self._known
         self._known.add(kind)
-        return not is_known and leave_note(self._node(), safe_name(f"{self._job}-{kind}"))
+        if is_known or (node := self._node()) is None:
+            return not is_known
+        return leave_note(node, safe_name(f"{self._job}-{kind}"))
 
 
 def log_unusable(error: ConfigError, directory: Path, ranks: Ranks) -> None:

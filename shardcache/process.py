@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that closing waits for copies to upstreams, enough for a shard or two to a NAS.
+#: Seconds that the end waits for copies to upstreams, enough for a shard or two to a NAS.
 LAST_COPIES = 5.0
 _COPIES = 4  #: shards that one process copies to upstreams at once
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
@@ -52,8 +52,8 @@ _TOUCH_INTERVAL = 600.0
 _REMEMBERED = 100_000
 #: Seconds to wait for a cancelled worker: it ends at once, unless it hangs in another library.
 _FAREWELL = 5.0
-#: Seconds for which the thread of a download waits for another one.
-_SOON = 0.1
+#: Seconds for which a thread that has ended a download waits for the next one.
+_NEXT_DOWNLOAD = 0.1
 #: Seconds until a caller that waits for a shared download notices that its own was cancelled.
 _POLL = 0.1
 
@@ -218,11 +218,11 @@ class ProcessCache:
             self.notices.mute(fault_kind(exn))  # later attempts fail in the same way
             log_unusable(unusable(path, exn), path, self._ranks)
 
-    def _node_of_session(self) -> Layout:
+    def _node_of_session(self) -> Layout | None:
         """Return the node's namespace, with the session that keeps the notes of this process."""
         with ignoring(ConfigError, OSError):
             self.prepare()
-        return self.last_tier.node
+        return self.last_tier.node if self.last_tier.made else None
 
     def stop_keeping_used(self) -> None:
         """From now on, let shards be evicted that running jobs have used, for random access."""
@@ -362,7 +362,7 @@ class ProcessCache:
                 self._run_worker(download)
                 del download
                 self._idle.append((downloads, is_over))
-                download = downloads.get(_SOON)
+                download = downloads.get(_NEXT_DOWNLOAD)
         is_over.set()  # from now on, `_start_worker` starts a thread
         with contextlib.suppress(Empty):
             self._run_worker(downloads.get(0))
@@ -482,13 +482,15 @@ class ProcessCache:
         if self.directories is not None:
             self.directories = None
             self.downloads.close()
-            end = clock.monotonic() + LAST_COPIES
-            for thread in list(self._copying):
-                thread.join(max(0.0, end - clock.monotonic()))
         self._end()
 
     def _end(self) -> None:
-        """Write the counters, end the session, and log a summary of what this process has read."""
+        """Write the last copies to upstreams and the counters, end the session, and log a summary
+        of what this process has read.
+        """
+        end = clock.monotonic() + LAST_COPIES
+        for thread in list(self._copying):
+            thread.join(max(0.0, end - clock.monotonic()))
         self.counters.flush()
         for tier in self.tiers:
             tier.end_session()

@@ -15,11 +15,13 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import Empty
 from typing import IO, Any, Literal, TypeVar, overload
 
 from shardcache import clock, threads
@@ -304,9 +306,13 @@ def _shared_store(per: str, dir: PathLike | None, job: str | None) -> Iterator[t
         node = f"node-{boot_id()[:13] or os.uname().nodename}" if per == "node" else ""
         location = location / name / node
         yield FileStore(location), str(location)
-    except RuntimeError as exn:  # the base of DistStoreError, DistNetworkError and older errors
+    except RuntimeError as exn:
+        torch = sys.modules.get("torch.distributed")
+        if torch is None or not isinstance(exn, getattr(torch, "DistError", RuntimeError)):
+            raise  # of a signal handler
+        reason = str(exn).partition("\n")[0]
         raise BoardError(
-            f"The store of torch.distributed does not answer ({str(exn).splitlines()[0]:.200}). "
+            f"The store of torch.distributed does not answer ({reason:.200}). "
             "Rank 0, which serves it, has probably ended. Check its output."
         ) from exn
 
@@ -430,7 +436,7 @@ def _claim(
 @contextlib.contextmanager
 def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
     """Post heartbeats while the body runs. If the body is interrupted, another rank takes over."""
-    ended = threading.Event()
+    ended = threads.Queue[None]()
 
     def post(text: str) -> None:
         try:
@@ -439,16 +445,22 @@ def _heartbeat(store: Any, name: str, pause: float) -> Iterator[None]:
             logger.warning("%s: the heartbeat could not be posted: %s", name, exn)
 
     def beat() -> None:
-        while not ended.wait(pause):
-            post(f"{_this_process()}\n{clock.monotonic()}")
+        while True:
+            try:
+                return ended.get(pause)
+            except Empty:
+                post(f"{_this_process()}\n{clock.monotonic()}")
 
+    beats = threading.Thread()
     try:
         with contextlib.suppress(threads.NoThreadError):  # another rank may run the work, too
-            threads.start(beat, "shardcache-once")
+            beats = threads.start(beat, "shardcache-once")
         yield
-        ended.set()
+        ended.put(None)
     except BaseException:
-        ended.set()
+        ended.put(None)
+        if beats.is_alive():  # a heartbeat on its way would replace the note
+            beats.join(pause)
         post(_GAVE_UP)
         raise
 

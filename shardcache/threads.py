@@ -26,13 +26,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from shardcache.errors import ConfigError
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 #: Receives the outcome of a call: its result, or a list with its exception.
 Results: TypeAlias = "Queue[tuple[T | None, list[BaseException]]]"
 
@@ -175,6 +176,37 @@ def call(function: Callable[[], T], seconds: float | None, name: str) -> T:
     except NoThreadError:
         put_result(function, results)
     return get_result(results, seconds)
+
+
+def each(
+    function: Callable[[Item], T], items: Sequence[Item], count: int, name: str
+) -> Iterator[tuple[int, T]]:
+    """Call ``function`` with each item, in ``count`` threads, or here if no thread can be started.
+
+    Yields the position of each item and the result, as they are ready. If the caller stops early,
+    no further call begins.
+    """
+    waiting = deque(enumerate(items))
+    results: Results[tuple[int, T]] = Queue()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # no item is left
+            while True:
+                number, item = waiting.popleft()
+                put_result(lambda: (number, function(item)), results)  # noqa: B023
+
+    started = 0
+    try:
+        with contextlib.suppress(NoThreadError):
+            while started < min(count, len(items)):
+                start(work, name)
+                started += 1
+        if not started:
+            work()
+        for _ in items:
+            yield get_result(results, None)
+    finally:
+        waiting.clear()
 
 
 def put_result(function: Callable[[], T], results: Results[T]) -> None:

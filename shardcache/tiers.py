@@ -23,14 +23,15 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError, LockTimeoutError
 from shardcache.faults import Disk, ignoring, is_disk_fault, system_error
-from shardcache.files import is_directory, list_names, read_json
-from shardcache.layout import MANIFEST, Layout, is_rank_name
+from shardcache.files import is_directory, read_json
+from shardcache.layout import MANIFEST, Layout, read_manifest
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
 from shardcache.locks.mounts import node_namespace
 from shardcache.locks.sessions import Session, live_sessions
 from shardcache.notices import Notices
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
+from shardcache.space.eviction import SKEW
 from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
@@ -69,11 +70,14 @@ class Tier:
     _keeps_used: bool = True  # whether the policy may keep shards that running jobs have used
 
     def __post_init__(self) -> None:
-        self._locate()
+        manifest: dict[str, Any] = {}
+        with ignoring(OSError):  # `check` and `make` raise it
+            manifest = read_manifest(self.config.dir)
+        self._locate(manifest)
 
-    def _locate(self) -> None:
+    def _locate(self, manifest: dict[str, Any]) -> None:
         """Determine the namespaces from the configuration and the manifest."""
-        own = self.node = node_namespace(self.config)
+        own = self.node = node_namespace(self.config, manifest)
         if self.config.isolation != "node":
             name = self._ranks.job or _NO_JOB
             if self.config.isolation == "rank":
@@ -83,15 +87,14 @@ class Tier:
         self.space = self.limited(self.config)
 
     def _store(self, layout: Layout) -> Store:
-        return Store(layout, verify_after_boot=self.config.fsync == "verify-after-boot")
+        # Nodes that share a directory boot at other times, so with leases, shards are flushed.
+        is_flushed = layout.grace is not None or self.config.fsync != "verify-after-boot"
+        return Store(layout, verify_after_boot=not is_flushed)
 
     def stores(self) -> list[Store]:
         """Return all namespaces on the disk, this process's namespace first."""
-        # Symbolic links, and directories with other names, belong to other programs.
-        ranks = map(self.node.rank, filter(is_rank_name, list_names(self.node.ranks)))
-        layouts = [self.node, *(rank for rank in ranks if rank.first_link() is None)]
-        own = self.store.layout.base
-        return [self.store, *(self._store(other) for other in layouts if other.base != own)]
+        own, every = self.store.layout.base, self.node.namespaces()
+        return [self.store, *(self._store(other) for other in every if other.base != own)]
 
     def check(self) -> bool:
         """Return whether the directory has a cache; ConfigError if it must not be used."""
@@ -107,7 +110,8 @@ class Tier:
         self.end_session()
         self.made = None
         node = root.make_root(self.config)
-        self._locate()  # again, because the manifest names the directory of this node
+        # Again, because the manifest names the directory of this node.
+        self._locate(read_manifest(self.config.dir))
         root.check_links(self.store.layout)
         if self.store.layout != node:
             self.store.layout.make()
@@ -125,7 +129,9 @@ class Tier:
             )
 
     def identity(self) -> tuple[int, int] | None:
-        """Return what changes with the directory; None if a part is gone or the disk fails."""
+        """Return the device and inode of the directory, which change if it is replaced; None if a
+        part of it is gone, or the disk fails.
+        """
         layout = self.store.layout
         try:
             status = self.config.dir.stat()
@@ -190,7 +196,7 @@ def _record_limits(layout: Layout, started: float | None, limits: dict[str, Any]
             limits, started = {**job_limits(layout), "tiers": limits["tiers"]}, last
             if not limits["tiers"]:
                 return
-        if last > started:
+        if started < last <= clock.time() + SKEW:
             return
         # The tiers of earlier jobs may still hold shards.
         tiers = limits["tiers"] or job_limits(layout).get("tiers")
@@ -204,9 +210,10 @@ def job_limits(layout: Layout) -> dict[str, Any]:
     return limits if isinstance(limits, dict) else {}
 
 
-def lock_layout(last: Tier, base: Path) -> Layout:
-    """Return the namespace in the ``last`` tier with the locks for the one at ``base``."""
-    return last.node.rank(base.name) if base.parent.name == "ranks" else last.node
+def lock_layout(tiers: Sequence[Tier], base: Path) -> Layout:
+    """Return the namespace in the last tier with the locks for the one at ``base``."""
+    last = tiers[-1].node
+    return last if any(base == tier.node.base for tier in tiers) else last.rank(base.name)
 
 
 class Directories:
@@ -268,7 +275,7 @@ class Directories:
 
         ``base`` is the directory of the namespace, by default that of this process.
         """
-        layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
+        layout = self.layout if base is None else lock_layout(self.tiers, base)
         if layout.grace is not None:
             return KeyLease(layout, key)
         return KeyLock(layout.key_lock(key), layout.modes)

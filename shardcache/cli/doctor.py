@@ -170,7 +170,8 @@ def _filesystem(tier: Config) -> Findings:
 
 def _space(tier: Config) -> Findings:
     disk = Volume.of(path := _existing(tier.dir))
-    held = total_bytes(Store(Layout.of_root(tier.dir)).entries(), allocation(path))
+    stores = map(Store, Layout.of_root(tier.dir).namespaces())
+    held = total_bytes((e for store in stores for e in store.entries()), allocation(path))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)
     room = max(0, disk.free - floor) + held
     text = f"{format_bytes(disk.free)} of {format_bytes(disk.size)} free, "

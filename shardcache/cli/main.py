@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +33,7 @@ from shardcache.errors import (
     LockTimeoutError,
     ShardCacheError,
 )
-from shardcache.faults import FULL
+from shardcache.faults import FULL, system_error
 from shardcache.units import parse_age, parse_limit
 
 if TYPE_CHECKING:
@@ -106,10 +106,11 @@ class Invocation:
         self._polls_stop = True
         return self.stop
 
-    def loaded(self, job: dict[str, Any] | None = None) -> Loaded:
-        """Return the configuration and the source of each option."""
+    def loaded(self, options: Mapping[str, Any] = {}, job: dict[str, Any] | None = None) -> Loaded:
+        """Return the configuration, with these options, and the source of each option."""
         files = None if self.config is None else [Path(self.config)]
-        loaded = load({"dir": self.dir, "endpoint_url": self.endpoint_url}, files=files, job=job)
+        given = {"dir": self.dir, "endpoint_url": self.endpoint_url, **options}
+        loaded = load(given, files=files, job=job)
         if self.store_options:
             from shardcache.origins.aws import with_options
 
@@ -139,7 +140,7 @@ class Invocation:
             limits = job_limits(Layout.of_root(root))
             tiers = [tier for tier in limits.get("tiers") or () if is_ours(Path(tier["dir"]))]
             limits["tiers"] = tiers or None
-            return self.loaded(limits)
+            return self.loaded(job=limits)
         except (ConfigError, OSError, TypeError, KeyError):  # the record is damaged
             return loaded
 
@@ -226,7 +227,10 @@ class _ConsoleHandler(logging.Handler):
         if self._console.verbosity or getattr(record, "event", None) != "retry":
             level = record.levelname.lower()
             color = {"warning": "yellow", "error": "red", "critical": "red"}.get(level, "")
-            self._console.message(f"{level}: ", record.getMessage(), color)
+            try:
+                self._console.message(f"{level}: ", record.getMessage(), color)
+            except system_error():  # of stderr, which must not look like one of the cache
+                self.handleError(record)
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
@@ -247,6 +251,11 @@ def _parse_file(text: str) -> str:
     if text == "-":
         raise ConfigError("- is not the name of a file. Write /dev/stdout for standard output.")
     return text
+
+
+def _parse_directory(text: str) -> str:
+    # Here, so that `run` and Ray pass on the directory that a shell should have expanded.
+    return text and os.fspath(load({"dir": text}, environ={}, files=[]).config.dir)
 
 
 FILE = Parsed("FILE", _parse_file)
@@ -296,7 +305,7 @@ store_options = _combined(
     _option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
 )
 _global_options = _combined(
-    _option("--dir", metavar="DIR", help="Directory of the cache."),
+    _option("--dir", type=Parsed("DIR", _parse_directory), help="Directory of the cache."),
     _option("--config", metavar="FILE", help="Read only this configuration file."),
     _option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
     _option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),

@@ -17,10 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import click
 
+from shardcache import threads
 from shardcache.errors import ShardCacheError
 from shardcache.faults import FULL
 from shardcache.units import format_duration, format_rate
@@ -262,14 +264,14 @@ def display(console: Console, positions: Callable[[], Positions]) -> Iterator[No
         yield
         return
     ended = threading.Event()
-    cell = _cell_of_notebook()
-    thread = threading.Thread(target=_show, args=(console, positions, ended, cell), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    show = partial(_show, console, positions, ended, _cell_of_notebook())
+    with contextlib.ExitStack() as stack:
+        try:
+            with contextlib.suppress(threads.NoThreadError):
+                stack.callback(threads.start(show, "shardcache-progress").join)
+            yield
+        finally:
+            ended.set()
 
 
 def _show(

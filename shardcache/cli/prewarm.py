@@ -42,7 +42,7 @@ from shardcache.prewarm.results import (
 )
 from shardcache.prewarm.run import JOBS, most_processes, prewarm
 from shardcache.units import Limit, counted, format_bytes, format_duration, format_rate
-from shardcache.urls import ShardURL, absolute, parse_listed
+from shardcache.urls import ShardURL, parse_listed
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache
@@ -166,8 +166,8 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
     """
     if SHARD.search(prefix) or is_pattern(prefix.removesuffix("/")):
         raise click.UsageError("PREFIX is the place of the files of DIR, such as s3://lab/train/.")
-    if not Path(source).is_dir():
-        raise click.UsageError(f"{source} is not a directory.")
+    if not source or not Path(source).is_dir():
+        raise click.UsageError(f"{source or repr(source)} is not a directory.")
     loaded = invocation.loaded_with_job_limits()
     invocation.show_job_limits(loaded, [])
     cache = invocation.cache(loaded)
@@ -247,7 +247,8 @@ def _exit_code(report: PrewarmReport, options: Mapping[str, Any]) -> int:
         return ExitCode.FULL
     is_empty = 0 < report.count(Outcome.SKIPPED) == len(report.results)
     has_failed = is_empty or report.failed > (options["max_failures"] or 0)
-    is_short = report.not_started and not options["best_effort"]
+    is_refused = report.stopped is Stopped.REFUSED
+    is_short = report.not_started and (is_refused or not options["best_effort"])
     return ExitCode.SOME_FAILED if has_failed or is_short else 0
 
 
@@ -264,7 +265,7 @@ def _prewarm_ray(
     latest = deque([(0, 0)], maxlen=1)  # how many nodes have ended, and of how many
     only_plans = options["check"] or options["dry_run"]
     stored = with_options(Config(Path("/")), invocation.store_options.items()).storage_options
-    settings: dict[str, Any] = {"dir": invocation.dir and absolute(invocation.dir)}
+    settings: dict[str, Any] = {"dir": invocation.dir}
     settings |= {"endpoint_url": invocation.endpoint_url, "storage_options": stored or None}
     stop = invocation.poll_stop()
 
@@ -292,7 +293,7 @@ def _prewarm_ray(
         word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
         lines: list[object] = [report.plan] if only_plans else [report.plan, report]
         if error is not None or node.interrupted:
-            lines = [word]
+            lines, code = [word], ExitCode.SOME_FAILED
         if error is not None:
             found.append((word, reason(error)))
             code = cli.code_of(error)

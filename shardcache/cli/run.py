@@ -101,7 +101,9 @@ def run_command(
         environment[RUN_VARIABLE] = f"{time.time():.6f}:{notes or ''}"
         child, early = None, list[int]()  # signals that came before the program
         for number in _FORWARDED:
-            stack.callback(signal.signal, number, signal.getsignal(number))
+            if (before := signal.getsignal(number)) is signal.SIG_IGN:  # by nohup
+                continue  # so that the program ignores it, too
+            stack.callback(signal.signal, number, before)
             signal.signal(number, lambda n, _: child.send_signal(n) if child else early.append(n))
         # The terminal sends Ctrl-C to the program as well, and the program decides whether to end.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -137,10 +139,9 @@ def run_command(
 
 
 def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:
-    paths = {"SHARDCACHE_CONFIG": invocation.config, "SHARDCACHE_DIR": invocation.dir}
-    variables = {name: str(absolute(path)) for name, path in paths.items() if path is not None}
-    if invocation.endpoint_url:
-        variables["SHARDCACHE_ENDPOINT_URL"] = invocation.endpoint_url
+    config = invocation.config and os.fspath(absolute(invocation.config))
+    given = {"CONFIG": config, "DIR": invocation.dir, "ENDPOINT_URL": invocation.endpoint_url}
+    variables = {f"SHARDCACHE_{name}": value for name, value in given.items() if value}
     if verbosity := invocation.console.verbosity:
         variables["_SHARDCACHE_LOG"] = "INFO" if verbosity == 1 else "DEBUG"
     if invocation.store_options:
@@ -151,7 +152,7 @@ def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, st
         if not equals:
             raise click.UsageError(f"{option!r} is not of the form NAME=VALUE.")
         # Parse it here, so that an error names the option instead of a variable.
-        load({"dir": invocation.dir, name.lower(): value})
+        invocation.loaded({name.lower(): value})
         variables[f"SHARDCACHE_{name.upper()}"] = value
     folder, existing = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
     python_path = os.pathsep.join(filter(None, (str(folder), existing)))

@@ -152,17 +152,18 @@ def _gauges(cache: Cache) -> list[Row]:
     return [whole, *_tiers(cache)]
 
 
-def _write_text(name: str, text: str) -> None:
-    """Write a file atomically, so that no reader sees only a part of it."""
-    path = Path(name)
+def _write_text(name: str, text: str) -> int:
+    """Write a file atomically, so that no reader sees only a part of it; return its bytes."""
+    path, data = Path(name), text.encode("utf-8", "backslashreplace")
     try:
         if path.exists() and not path.is_file():  # /dev/stdout or a pipe cannot be replaced
-            path.write_text(text, "utf-8")
-            return
-        with atomic_write(path, "w", sync=False) as file:
-            file.write(text)
+            path.write_bytes(data)
+        else:
+            with atomic_write(path, "wb", sync=False) as file:
+                file.write(data)
     except OSError as exn:  # the error may name the temporary file, so name the file itself
         raise OSError(exn.errno, exn.strerror, name) from exn
+    return len(data)
 
 
 def _figures(stats: Stats) -> str:
@@ -240,8 +241,7 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
         figures=html.escape(text),
         charts="\n".join(_charts(charted, held) if charted else ()),
     )
-    _write_text(output, page)
-    size, console = len(page.encode()), invocation.console
+    size, console = _write_text(output, page), invocation.console
     console.object("report", path=output, size=size)
     console.info(f"wrote {output}, {format_bytes(size)}")
 
@@ -347,7 +347,7 @@ def snapshots(cache: Cache) -> Iterator[Row]:
 def _waiting(cache: Cache) -> Iterator[Row]:
     """Yield the processes that wait for the download of another one."""
     for store in cache.process.stores():
-        locks = lock_layout(cache.process.last_tier, store.layout.base)
+        locks = lock_layout(cache.process.tiers, store.layout.base)
         for key, waiter in live_waits(store.layout):
             holder = read_holder(locks.holder(key))
             yield {

@@ -317,7 +317,7 @@ class TarDataset:
             sample["__index__"] = place
             sample["__epoch__"] = getattr(index, "epoch", 0)
             samples.append(sample)
-            if opened.size:  # otherwise, its stream counts
+            if opened.is_cached:  # otherwise, its stream counts
                 size += opened.offsets[number + 1] - opened.offsets[number]
         if in_use := getattr(indices, "shards", None):  # a batch of a ShardBatchSampler
             for position in self._open.keys() - in_use:

@@ -21,7 +21,6 @@ import sys
 import tarfile
 import threading
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -99,6 +98,7 @@ class OpenShard:
 
     Attributes:
         size: bytes of the shard, or 0 if it is streamed past the cache.
+        is_cached: whether it is neither streamed nor a local file that is read in place.
         offsets, problems: as `find_samples` returns them.
         is_lost: whether the disk has failed, so that the shard should be opened again.
         used: when a sample was last read, on the monotonic clock.
@@ -125,9 +125,9 @@ class OpenShard:
             self._fd = os.dup(self._stream.fileno())
             # The size of the entry. If the file has been truncated since, `fstat` states less.
             self.size = self._stream.seek(0, os.SEEK_END)
-        self._has_entry = self._fd >= 0 and not cache.process.is_in_place(shard)
+        self.is_cached = self._fd >= 0 and not cache.process.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]
-        if not (self._has_entry and self._load()):
+        if not (self.is_cached and self._load()):
             self._make()
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -235,7 +235,7 @@ class OpenShard:
             ) from exn
         self.offsets = offsets
         self.warn()
-        if self._has_entry and self._is_local:
+        if self.is_cached and self._is_local:
             self._store(json.dumps(self.problems).encode() + b"\0" + offsets.tobytes())
 
     def warn(self) -> None:
@@ -293,7 +293,7 @@ def count_samples(
     """Count the samples of shards, many at once; downloads those that are not cached.
 
     Yields the position of each shard, and its samples and bytes (0 bytes if it was streamed) or its
-    error, as they are ready. If the caller stops early, no further shard is opened.
+    error, as `threads.each` does.
     """
 
     def count(shard: ShardURL) -> tuple[int, int] | Exception:
@@ -304,27 +304,7 @@ def count_samples(
         except (ShardCacheError, system_error()) as exn:
             return exn
 
-    waiting = deque(enumerate(shards))
-    results: threads.Results[tuple[int, tuple[int, int] | Exception]] = threads.Queue()
-
-    def work() -> None:
-        with contextlib.suppress(IndexError):  # no shard is left
-            while True:
-                number, shard = waiting.popleft()
-                threads.put_result(lambda: (number, count(shard)), results)  # noqa: B023
-
-    started = 0
-    try:
-        with contextlib.suppress(threads.NoThreadError):
-            while started < min(_JOBS, len(shards)):
-                threads.start(work, "shardcache-index")
-                started += 1
-        if not started:
-            work()
-        for _ in shards:
-            yield threads.get_result(results, None)
-    finally:
-        waiting.clear()
+    return threads.each(count, shards, _JOBS, "shardcache-index")
 
 
 def read_index_file(cache: Cache, path: str) -> tuple[list[ShardURL], list[int]]:

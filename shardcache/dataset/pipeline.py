@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import inspect
 import json
 import logging
@@ -45,7 +46,7 @@ from shardcache.dataset.index import OpenShard
 from shardcache.dataset.order import checked_int
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
-from shardcache.faults import system_error
+from shardcache.faults import ignoring, system_error
 from shardcache.ranks import detect
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.reading.stream import ShardStream, open_shard
@@ -57,23 +58,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-_REMEMBERED = 64  # iterations of a pipeline; one worker may be as many behind another
+_REMEMBERED = 64  # iterations whose epochs are known; a worker may be as many behind another
 _EVENT = 128  # bytes, which lie in one page of memory, so that no reader sees a part of them
+_MFD_CLOEXEC = 1  # of memfd_create(2)
 _BITS = 32  # of the number of a sample in a place
 _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a state
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
-_BLIND = {*_SHUFFLES, filters.slice.f, shardlists.split_by_node, shardlists.split_by_worker}
-_BLIND |= {getattr(webdataset.compat, "check_empty", None)}
+_BLIND = {*_SHUFFLES, filters.slice.f, getattr(webdataset.compat, "check_empty", None)}
 _READERS = [wds.tar_files, wds.group_files]  # of opened archives
 _RERAISE = None, wds.reraise, filters.reraise_exception
 #: Stages without a buffer of samples, once `_batched` has replaced ``batched``.
 _DIRECT_NAMES = (
-    "associate batched decode log_keys map map_dict map_tuple rename rename_keys select to_tuple "
-    "xdecode"
+    "associate batched decode extract_keys info log_keys map map_dict map_tuple rename rename_keys "
+    "select to_tuple xdecode"
 )
-_DIRECT = {getattr(filters, name).f for name in _DIRECT_NAMES.split()}
+_DIRECT = {getattr(getattr(filters, n, None), "f", None) for n in _DIRECT_NAMES.split()}
 #: Stages that are objects and repeat their order.
 _OBJECTS = {shardlists.SimpleShardList, shardlists.ResampledShards, list, partial}
 
@@ -104,10 +105,6 @@ def _restored(base: type, has_length: bool) -> Any:
     return add_length_method(pipeline) if has_length else pipeline
 
 
-def _url(item: Any) -> Any:
-    return item["url"] if isinstance(item, dict) else item
-
-
 def _kind(stage: Any) -> Any:
     """Return the function of a stage, or the class of a stage that is an object."""
     function = getattr(stage, "f", stage)
@@ -129,7 +126,9 @@ def _shown(value: Any) -> str:
     if isinstance(value, FilterFunction):
         given = [*map(_shown, value.args), *(f"{n}={_shown(v)}" for n, v in value.kw.items())]
         return f"{value.f.__name__.strip('_')}({', '.join(given)})"
-    if isinstance(value, str | int | float | tuple | None):
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, str | int | float | None):
         return repr(value)
     return f"{getattr(value, '__qualname__', type(value).__name__)}{_shuffle_of(value) or ''}"
 
@@ -276,10 +275,14 @@ class _Record:
         _records.add(self)
 
     def _create(self) -> None:
-        self._owner, number = os.getpid(), os.memfd_create("shardcache")
+        # Not by `os.memfd_create`, which a Python that was built on an old system does not have.
+        number = ctypes.CDLL(None, use_errno=True).memfd_create(b"shardcache", _MFD_CLOEXEC)
+        if number < 0:
+            raise OSError(ctypes.get_errno(), "no memory for the epochs of a pipeline")
         weakref.finalize(self, os.close, number)
-        self._path, self._inode = Path(f"/proc/{self._owner}/fd/{number}"), os.fstat(number).st_ino
-        self._known = 0, self._known[1]
+        owner, self._inode = os.getpid(), os.fstat(number).st_ino
+        self._path, self._known = Path(f"/proc/{owner}/fd/{number}"), (0, self._known[1])
+        self._owner = owner  # last, as a signal handler may raise before
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_owner": 0}
@@ -302,7 +305,7 @@ class _Record:
         return epochs
 
     def _exists(self) -> bool:
-        with contextlib.suppress(OSError):
+        with ignoring(OSError):
             return self._path.stat().st_ino == self._inode
         return False
 
@@ -328,7 +331,6 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
         names = "\n".join(str(wds.shard_of(cache, each)) for each in urls)
-        self._cache = cache
         self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
         self._run: _Run | None = None
         self._tracked: dict[str, Any] | None = None  # the state of the last `track`
@@ -447,15 +449,12 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         another iteration begins, or an epoch or a state is set. After all batches, it returns the
         start of the next epoch.
         """
-        if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
+        is_plain = isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict")
+        if not is_plain or loader.dataset is not self:  # the state of a copy would not fit
             raise ConfigError(
-                f"track takes torch's DataLoader, not a {type(loader).__name__}. Write: "
-                "dataset.track(torch.utils.data.DataLoader(dataset, ...))."
-            )
-        if loader.dataset is not self:  # its state would not fit this pipeline
-            raise ConfigError(
-                "track takes a DataLoader of this pipeline, and not of a copy, such as "
-                "dataset.batched(8) returns. Write: dataset = dataset.batched(8)."
+                f"track takes torch's DataLoader of this pipeline, not a {type(loader).__name__}, "
+                "nor one of a copy, such as dataset.batched(8) returns. Write: dataset = "
+                "dataset.batched(8), then dataset.track(torch.utils.data.DataLoader(dataset, ...))."
             )
         tracked = vars(loader).get("_tracked_by_shardcache")  # its workers may persist
         if tracked is None:
@@ -538,7 +537,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int) -> Any:
-        stages = [self._repeatable(number, run, opener) for number in range(len(self.pipeline))]
+        stages = [self._repeatable(number, run) for number in range(len(self.pipeline))]
         total = len(getattr(stages[0], "urls", ())) or sys.maxsize
         shards = _Shards(self._cache, run, self.pipeline[opener:read], total)
         if shards.is_plain:
@@ -549,12 +548,12 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             source = self.invoke(stage, source)
         return source
 
-    def _repeatable(self, number: int, run: _Run, opener: int) -> Any:
+    def _repeatable(self, number: int, run: _Run) -> Any:
         """Return a stage that does the same as one of the pipeline, in the same order each time."""
         stage, (rank, _, worker, _) = self.pipeline[number], pytorch_worker_info()
         kind = _kind(stage)
-        # All readers must see one order of the shards that are divided among them later.
-        later = {_kind(each) for each in self.pipeline[number:opener]}
+        # All readers must see one order of what is divided among them later.
+        later = {_kind(each) for each in self.pipeline[number:]}
         rank = 0 if shardlists.split_by_node in later else rank
         worker = 0 if shardlists.split_by_worker in later else worker
         drawn = self._seed, run.epoch, run.passes, rank, worker, number
@@ -585,7 +584,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         kinds = [_kind(stage) for stage in self.pipeline]
         read = opener = kinds.index(wds.url_opener)
         options, *others = map(_options_of, self.pipeline[opener : opener + 3])
-        del options["cache"]
+        self._cache = options.pop("cache")  # of the last `attach`
         is_plain = others == [options] * 2 and kinds[opener + 1 :][:2] == _READERS
         read += 3 if is_plain else 1
         while is_plain and read < len(kinds) and kinds[read] in _BLIND:
@@ -675,7 +674,8 @@ class _Shards:
         items, run = iter(data), self._run
         counts, check = run.list_again()
         pairs = zip(counts, items, strict=False)
-        known = [(count, item, self._enter(_url(item), count)) for count, item in pairs]
+        urls = ((c, item, item["url"] if isinstance(item, dict) else item) for c, item in pairs)
+        known = [(count, item, self._enter(url, count)) for count, item, url in urls]
         if run.check != check or len(known) < len(counts):
             raise ConfigError(
                 "the shards come in another order than when the state was saved, so the stages "
@@ -735,7 +735,7 @@ class _Shards:
         self._opened[number] = opened
 
     def _warn_of_room(self, opened: OpenShard) -> None:
-        if self._buffered and opened.size:
+        if self._buffered and opened.is_cached:
             # The last of n samples leaves a buffer of B after about B * ln(n) others came.
             shards = self._buffered / len(opened) * (1 + math.log(len(opened)))
             readers = pytorch_worker_info()[3] * (detect().local_size or 1)
@@ -798,7 +798,7 @@ class _Shards:
         if opened is None or opened.is_lost:
             url, count = self._urls[number], self._counts[number]
             if (failed := self._failed.get(number)) is not None:
-                raise type(failed)(failed.message, url=url)
+                raise type(failed)(failed.message, url=shown_url(url))
             try:
                 opened = OpenShard(self._cache, self._shard_of(url))
             except ShardCacheError as exn:
@@ -810,7 +810,7 @@ class _Shards:
         if not self._left[number]:
             del self._opened[number]
         sample = {**opened.sample(index, self._handle), "__url__": self._urls[number]}
-        if opened.size:  # otherwise, its stream counts
+        if opened.is_cached:  # otherwise, its stream counts
             self._bytes += opened.offsets[index + 1] - opened.offsets[index]
         if self._bytes >= _COUNTED:
             self._count()

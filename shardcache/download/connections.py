@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +54,8 @@ _PATIENCE = 1.0
 _BYTES = 1 << 30
 #: `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi4x")
+#: F_OFD_GETLK and F_OFD_SETLK, which a Python that was built on an old system does not name.
+_OFD_GETLK, _OFD_SETLK = 36, 37
 #: Seconds between counts. A count takes a system call or two for each downloader.
 _RECOUNT = 0.25
 
@@ -132,9 +134,9 @@ class Connections:
         with self.lock:
             if seconds >= _FAR and not self.known:
                 self._useful = self._most
-            elif seconds <= _NEAR < self._fastest:
+            elif 0 < seconds <= _NEAR < self._fastest:
                 self._useful = _FEW
-            self._fastest = min(self._fastest, seconds)
+            self._fastest = min(self._fastest, seconds or math.inf)
             self._measure()
         self.hand_out()
 
@@ -281,7 +283,7 @@ class Downloaders:
             # Not from `random`, because forked workers may seed it alike.
             byte = int.from_bytes(os.urandom(4), "big") % _BYTES
             lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-            fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_SETLK, lock)
+            fcntl.fcntl(self._file.fileno(), _OFD_SETLK, lock)
 
     def leave(self) -> None:
         file, self._file = self._file, None
@@ -307,7 +309,7 @@ def _count_others(file: io.FileIO) -> int:
         if start < stop:
             # The kernel describes one lock in the range, not always the first: search both sides.
             lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
-            kind, _, at, _, _ = _FLOCK.unpack(fcntl.fcntl(file.fileno(), fcntl.F_OFD_GETLK, lock))
+            kind, _, at, _, _ = _FLOCK.unpack(fcntl.fcntl(file.fileno(), _OFD_GETLK, lock))
             if kind != fcntl.F_UNLCK:
                 count += 1
                 ranges += [(start, at), (at + 1, stop)]
@@ -317,9 +319,9 @@ def _count_others(file: io.FileIO) -> int:
 def _processor_seconds() -> float:
     """Return for how long this process has run on processors, or its threads waited for one."""
     waited = 0
-    with suppress(OSError):  # too many files are open
+    with ignoring(OSError):  # too many files are open
         for path in Path("/proc/self/task").glob("*/schedstat"):
-            with suppress(OSError, IndexError):  # it has ended, or the kernel has no figures
+            with ignoring(OSError, IndexError):  # it has ended, or the kernel has no figures
                 waited += int(path.read_bytes().split()[1])
     return time.process_time() + waited / 1e9
 

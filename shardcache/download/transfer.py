@@ -265,7 +265,8 @@ class Transfer:
                     partial.discard()
                 else:
                     partial.close()
-            self._error = None  # breaks a reference cycle through the traceback
+            # A helper may still be in a request. Without the traceback, there is no cycle.
+            self._error = _FailedError()
 
     def _check_proof(self, checked: Checksum | str | None) -> None:
         """Raise UnprovenError if neither the responses nor a checksum show that all bytes came."""
@@ -285,7 +286,9 @@ class Transfer:
         origin, shard, part = self._origin, self._shard, self._resources.connections.part
         response = origin.open(shard, 0, None if self._is_whole else part)
         self._resources.connections.answered(response.waited)
-        if not response.info.identifiable and response.stop not in (None, response.info.size):
+        info = response.info
+        is_single = info.size is None or not info.identifiable
+        if is_single and response.stop not in (None, info.size):
             # Two parts could not be compared, so one response must have all bytes.
             response.close()
             response, self._is_whole = origin.open(shard, 0, None), True
@@ -340,7 +343,7 @@ class Transfer:
                 self._partial.restart()
                 part.position = part.filled = part.shown = 0
                 raise
-            if not self.retries.forgives(part.position - before):
+            if not self.retries.count_progress(part.position - before):
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:

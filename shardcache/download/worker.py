@@ -316,7 +316,7 @@ class Worker:
         if partial is not None and self._is_anew:
             partial.discard()
             partial, self._is_anew = None, False
-        elif partial is not None:
+        elif partial is not None and self._source.upstream:
             begun, copy = partial.metadata, self._source.stated
             is_other = copy is not None and copy.version != begun.info.version
             # The bytes of the upstream could not be proven together with those of the partial.
@@ -427,7 +427,7 @@ class Worker:
             # Other shards may have taken the room that the dead process had reserved. The claimed
             # partial counts with its final size.
             try:
-                partial.prove()
+                partial.prove(self._directories.layout.holder(shard.key))
                 logger.info("%s: resuming at %d bytes", shard, partial.written)
                 size, policy = partial.metadata.info.size, tier.space.policy
                 with tier.space.reserved(shard, size, policy, exists=True):
@@ -493,7 +493,9 @@ class Worker:
             logger.info("%s: %s came before %s, which is dropped", shard, came[0].name, own.name)
             partial.discard()
             return came[0]
-        entry = tier.store.publish(partial, metadata, others, sync=config.fsync == "fsync")
+        # A network filesystem may report a failed write only when the file is flushed.
+        sync = config.fsync == "fsync" or tier.node.grace is not None
+        entry = tier.store.publish(partial, metadata, others, sync=sync)
         partial.close()
         return entry
 

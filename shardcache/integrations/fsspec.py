@@ -197,7 +197,8 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         """Return the target's info or, of a cached shard, what its download recorded."""
         cache, entry = self.cache, None  # outside `suppress`, so that invalid options raise
         path = self._strip_protocol(path)
-        with contextlib.suppress(ConfigError):  # not a shard's URL; the target may accept it
+        # Not a shard's URL, which the target may accept, or the disk fails.
+        with ignoring(ConfigError, OSError):
             entry = cache.entry(self._url(path, options.get("version_id")))
         if entry is None:
             return self.fs.info(path, **options)

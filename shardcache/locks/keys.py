@@ -195,8 +195,10 @@ class KeyLease:
                 elif now - self._since >= self._seconds:
                     lease.force_break()
             return False
-        except (system_error(), ValueError) as exn:  # ValueError: the lease has another duration
-            if isinstance(exn, OSError) and exn.errno in _REFUSALS:
+        # ValueError: the lease has another duration. RuntimeError: no thread for the heartbeat.
+        except (system_error(), ValueError, RuntimeError) as exn:
+            is_other = isinstance(exn, RuntimeError) and "new thread" not in str(exn)
+            if is_other or (isinstance(exn, OSError) and exn.errno in _REFUSALS):
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True

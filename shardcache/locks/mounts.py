@@ -18,7 +18,7 @@ from typing import NamedTuple
 from shardcache.config import Config
 from shardcache.faults import system_error
 from shardcache.files import IDLE_GRACE, PRIVATE, Modes
-from shardcache.layout import Layout, read_manifest
+from shardcache.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,12 @@ class Mount(NamedTuple):
 def read_mounts() -> list[Mount]:
     """Return the mounts that this process sees, or an empty list without /proc."""
     try:
-        # surrogateescape, because the name of a mount point may contain any bytes.
-        table = _MOUNTINFO.read_text("utf-8", "surrogateescape")
+        # The name of a mount point may contain any bytes, also those of other line ends.
+        table = _MOUNTINFO.read_bytes().decode("utf-8", "surrogateescape")
     except system_error():
         return []
     mounts = []
-    for line in table.splitlines():
+    for line in filter(None, table.split("\n")):
         before, _, after = line.partition(" - ")  # unambiguous: spaces in a field are escaped
         _, _, _, root, point, options, *_ = before.split(" ")
         kind, _, more = after.split(" ", 2)
@@ -88,9 +88,9 @@ def lock_kind(config: Config, manifest: Mapping[str, object]) -> str:
     return "flock" if mount.type in LOCAL_TYPES else "lease"
 
 
-def node_namespace(config: Config) -> Layout:
+def node_namespace(config: Config, manifest: Mapping[str, object]) -> Layout:
     """Return the node's namespace of a cache, with its kind of lock. The cache need not exist."""
-    modes, manifest = Modes.of(config.shared_group), read_manifest(config.dir)
+    modes = Modes.of(config.shared_group)
     node = Layout.of_root(config.dir, modes)
     if lock_kind(config, manifest) == "flock":
         return node

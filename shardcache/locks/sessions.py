@@ -96,12 +96,10 @@ def remove_dead(layout: Layout) -> None:
     for path in _files(layout, ".wait"):
         _live_since(path)
     oldest = min(live_sessions(layout), default=math.inf)
-    # A process that could not read the manifest left its notes in the cache, not on the node.
-    for sessions in {layout.sessions, layout.base / "sessions"}:
-        for note in files.list_names(sessions):
-            with ignoring(OSError):  # it is gone, or it is a directory
-                if note.endswith(_NOTE) and (sessions / note).lstat().st_mtime < oldest:
-                    (sessions / note).unlink()
+    for note in files.list_names(layout.sessions):
+        with ignoring(OSError):  # it is gone, or it is a directory
+            if note.endswith(_NOTE) and (layout.sessions / note).lstat().st_mtime < oldest:
+                (layout.sessions / note).unlink()
 
 
 def _files(layout: Layout, suffix: str) -> list[Path]:
@@ -117,6 +115,6 @@ def _live_since(path: Path) -> float | None:
                 return path.lstat().st_mtime
             path.unlink()
     except system_error() as exn:
-        if exn.errno not in files.NOT_DATA | files.GONE | {errno.EROFS, errno.EACCES, errno.EPERM}:
+        if exn.errno not in files.ABSENT | {errno.EROFS, errno.EACCES, errno.EPERM}:
             raise
     return None

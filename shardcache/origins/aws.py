@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.faults import ignoring
 from shardcache.origins.base import TransientError
 from shardcache.pipe_commands import read_command
 from shardcache.units import format_duration
@@ -228,7 +229,7 @@ def aws_files() -> bytes:
     """Return the contents of AWS's two configuration files, joined; empty if there are none."""
     contents = b""
     for path in aws_paths():
-        with contextlib.suppress(OSError):
+        with ignoring(OSError):
             contents += Path(path).read_bytes()
     return contents
 
@@ -310,7 +311,8 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     """
     reason = quoted(str(exn)).rstrip(".")
     kinds = {kind.__name__ for kind in type(exn).__mro__}
-    response = getattr(exn, "response", {})
+    response = getattr(exn, "response", None)
+    response = response if isinstance(response, dict) else {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code = response.get("Error", {}).get("Code", "")
     is_busy = code == _NO_PROVIDER or is_throttling(code) or status == 429 or status >= 500

@@ -165,7 +165,7 @@ class ObjectInfo(NamedTuple):
         """Return the object of a record; raise KeyError, TypeError or ValueError if malformed."""
         checksum = record["checksum"]
         size, texts = record["size"], [record["etag"], record["version_id"], record["modified"]]
-        texts += (checksum or {}).values()
+        texts += dict(checksum or {}).values()
         if size is not None and (type(size) is not int or size < 0):
             raise ValueError("size")
         if not set(map(type, texts)) <= {str, NoneType}:

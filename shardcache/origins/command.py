@@ -13,8 +13,11 @@ import select
 import signal
 import subprocess
 from collections.abc import Mapping
+from functools import partial
+from queue import Empty
 from typing import Any
 
+from shardcache import threads
 from shardcache.faults import system_error
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.urls import ShardURL
@@ -71,20 +74,24 @@ class PipeBody:
         try:
             poller = select.poll()
             poller.register(self._output, select.POLLIN)
-            if not poller.poll(self._timeout * 1000):
+            if not poller.poll(min(self._timeout, 1e6) * 1000):  # an int of 32 bits
                 raise TransientError(f"no data for {self._timeout:g} s", timed_out=True)
             count = os.readv(self._output.fileno(), [buffer])
         except (ValueError, system_error()) as exn:
             if isinstance(exn, ValueError) and not self._output.closed:  # of a signal handler
                 raise
             raise TransientError(f"reading the command's output failed: {exn}") from exn
-        if count == 0:
-            status = None
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it quotes the command
-                status = self._process.wait(self._timeout)
-            if status != 0:
-                raise TransientError(f"the command failed or did not end (status {status})")
+        if count == 0 and (status := self._status()) != 0:
+            raise TransientError(f"the command failed or did not end (status {status})")
         return count
+
+    def _status(self) -> int | None:
+        # `Popen.wait` returns 0 if the program ignores SIGCHLD, or another part took the status.
+        wait = partial(os.waitid, os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(Empty, ChildProcessError):
+            ended = threads.call(wait, self._timeout, "shardcache-command")
+            return ended and ended.si_status
+        return None
 
     def abort(self) -> None:
         """Kill the command, so that a blocked `readinto` returns or raises."""

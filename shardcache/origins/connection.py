@@ -33,7 +33,7 @@ from urllib.parse import unquote, urlsplit
 from httptools import HttpParserError, HttpResponseParser
 
 from shardcache import clock, threads
-from shardcache.faults import is_local_error, system_error
+from shardcache.faults import ignoring, is_local_error, system_error
 from shardcache.origins.base import ObjectInfo, TransientError, failure, receive
 
 if TYPE_CHECKING:
@@ -418,10 +418,11 @@ class Response:
 
     def abort(self) -> None:
         """Make a `readinto` that blocks in another thread raise soon."""
-        self._aborted, connection = True, self._connection
+        self._aborted = True  # first, so that `close` gives no connection back from here on
+        connection = self._connection
         # A forked child must not shut down its parent's connection.
         if connection is not None and connection.pid == os.getpid():
-            with contextlib.suppress(OSError):
+            with ignoring(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +60,7 @@ class FsspecOrigin(Origin):
     ) -> FsspecBody:
         """Open the object at ``start``. Assumes that its current version is ``expected``."""
         info = expected if expected is not None else self.stat(shard)
+        began = time.monotonic()
         file = self._call(shard, lambda: self._filesystem.open(self._path(shard), "rb", **_READING))
         if self._protocol == "memory":  # one object, with one position, for all opens
             file = io.BytesIO(file.getvalue())
@@ -67,7 +69,7 @@ class FsspecOrigin(Origin):
         else:
             start, stop = 0, None
         stop = info.size if info.size is None or stop is None else min(stop, info.size)
-        return FsspecBody(self, shard, file, info, start, stop)
+        return FsspecBody(self, shard, file, info, start, stop, time.monotonic() - began)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
@@ -213,7 +215,7 @@ class FsspecBody:
     info: ObjectInfo
     start: int
     stop: int | None
-    waited: float = 0.0
+    waited: float
 
     def __post_init__(self) -> None:
         self._at = self.start
@@ -251,6 +253,11 @@ class FsspecBody:
     def abort(self) -> None:
         """Make `readinto` raise TransientError, also if it is blocked."""
         self._results.put((None, [TransientError("the read was cancelled")]))
+
+    def __del__(self) -> None:
+        # A signal handler may have raised before the caller had this body.
+        if (sizes := vars(self).get("_sizes")) is not None:
+            sizes.put(None)
 
     def close(self) -> None:
         """Close the file, without waiting for it."""

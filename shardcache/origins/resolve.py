@@ -230,7 +230,8 @@ class _Upstream:
 
     def failed(self, exn: Exception) -> None:
         """Count a fault. The first time that a job leaves the upstream alone is a warning."""
-        reason = redact(str(exn.__cause__ if isinstance(exn, TransferError) else exn))
+        cause = exn.__cause__ if isinstance(exn, TransferError) else None
+        reason = redact(str(cause or exn))
         if not self._breaker.failed():
             logger.info("the upstream %s: %s", self.name, reason)
             return
@@ -254,7 +255,9 @@ class _Upstream:
             self._breaker.succeeded()
 
     def _write(self, shard: ShardURL, copy: ShardURL, data: Path, stated: dict[str, Any]) -> None:
-        """Write a copy, and then its sidecar, unless the upstream has it or another program's."""
+        """Write a copy unless the upstream has it or another program's: first its sidecar, because
+        data without one looks like another program's.
+        """
         (copied, found), record = self._look(copy), dict[str, Any]()
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             record = dict(json.loads(found))
@@ -268,15 +271,14 @@ class _Upstream:
         if self._scheme == "file":
             file = copy.local_path
             file.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as new:
+            with replacing(file) as new, replacing(Path(f"{file}{_SIDECAR}")) as beside:
                 shutil.copyfile(data, new)
-            with replacing(file.with_name(f"{file.name}{_SIDECAR}")) as new:
-                new.write_bytes(sidecar)
+                beside.write_bytes(sidecar)
             return
         import fsspec
 
         options = s3fs_options(self._options) if self._scheme == "s3" else self._options
         writer = fsspec.filesystem(self._scheme, **options)
         path = writer._strip_protocol(copy.raw)
-        writer.put_file(os.fspath(data), path)
         writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
+        writer.put_file(os.fspath(data), path)

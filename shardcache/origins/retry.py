@@ -6,9 +6,10 @@
       are no credentials for now
     a RepeatError                    is sent at once, with a remedy   once for each remedy
 
-A TransientError is one of the first two. The remedies are: the region of the bucket, new
-credentials, the server's time, the first server instead of one it redirected to before, and a new
-connection. After a failure, each may help again. The ``deadline`` limits all of it.
+A TransientError is one of the first two rows: the second, if it is ``patient``. The remedies are:
+the region of the bucket, new credentials, the server's time, the first server instead of one it
+redirected to before, and a new connection. After a failure, each may help again. The ``deadline``
+limits all of it.
 
 A server that throttles limits the requests of this process:
 
@@ -114,7 +115,7 @@ class Retries:
                 url=self._url,
             )
 
-    def forgives(self, received: int) -> bool:
+    def count_progress(self, received: int) -> bool:
         """Return whether an attempt that received some bytes and failed does not count."""
         self.retries += received >= PROGRESS
         return received >= PROGRESS

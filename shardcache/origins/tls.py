@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardcache.errors import ConfigError
+from shardcache.faults import system_error
 from shardcache.origins.base import failure, receive
 from shardcache.threads import no_fork
 
@@ -152,12 +153,13 @@ def _context(trusted: str | bool | None, *variables: str | None) -> ssl.SSLConte
             trusted = str(Path(botocore.__file__).with_name("cacert.pem"))
     if trusted in (True, None):
         settings.load_default_certs()
-    for bundle in filter(None, {trusted} if isinstance(trusted, str) else {*variables[:3]}):
+    bundles = {*variables[:3]} if trusted is True or trusted is None else {trusted}
+    for bundle in filter(None, bundles):
         try:
             settings.load_verify_locations(
                 **{"capath" if Path(bundle).is_dir() else "cafile": bundle}
             )
-        except OSError as exn:
+        except system_error() as exn:
             raise ConfigError(
                 "the certificates that AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE, CURL_CA_BUNDLE or verify "
                 f"names cannot be read ({exn.strerror or type(exn).__name__}). Correct the path."

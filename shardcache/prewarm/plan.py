@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardcache import clock
+from shardcache import clock, threads
 from shardcache.cache import default_cache
 from shardcache.download.download import Progress
 from shardcache.download.worker import evict_outdated, refused_file
@@ -121,7 +120,9 @@ def wanted_shards(
     shards: list[ShardURL] = []
     for spec in wanted:
         if isinstance(spec, ShardURL):
-            if not spec.options and (endpoint := cache.other_endpoint(spec)):
+            # `Origins.of` refuses a name with a control character.
+            is_parsed = not spec.options and spec.raw.isprintable()
+            if is_parsed and (endpoint := cache.other_endpoint(spec)):
                 raise ConfigError(
                     f"{spec} came from another endpoint ({endpoint}). Set that endpoint."
                 )
@@ -159,9 +160,9 @@ def make_plan(
     compared = [shard for shard in shards if sources or (refresh and shard.key in stored)]
     if refresh and compared:
         process.prepare()
-    with ThreadPoolExecutor(_REQUESTS, "shardcache-compare") as pool:
-        found = list(pool.map(partial(_compare, process, sources), compared))
-    pairs = [(shard.key, result) for shard, result in zip(compared, found, strict=True)]
+    compare = partial(_compare, process, sources)
+    found = threads.each(compare, compared, _REQUESTS, "shardcache-compare")
+    pairs = [(compared[number].key, result) for number, result in found]
     errors = {key: result for key, result in pairs if isinstance(result, Exception)}
     outdated = {key: old for key, old in pairs if old and not isinstance(old, Exception)}
     current = (e for e in entries if e.key in wanted and e.version not in outdated.get(e.key, ()))

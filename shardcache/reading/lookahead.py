@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from shardcache import clock, threads
-from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
+from shardcache.errors import ShardCacheError
 from shardcache.faults import ignoring
 from shardcache.reading.readers import DownloadReader
 from shardcache.reading.stream import open_shard
@@ -49,8 +49,6 @@ class Lookahead:
         self._shard_of = shard_of
         self._queue: deque[tuple[Any, Opened | DownloadReader | None]] = deque()
         self._error: Exception | None = None  # raised by `data`, to be raised later
-        #: Final refusals of the origin, by key, so that the shards are not requested again.
-        self._refused: dict[str, ShardNotFoundError | AccessDeniedError] = {}
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the items. The consumer must call `open` once for each item."""
@@ -69,13 +67,7 @@ class Lookahead:
         item, ahead = self._queue.popleft()
         shard = self._shard_of(item)
         del item  # only the consumer keeps a reference to the item
-        if (refused := self._refused.get(shard.key)) is not None and ahead is None:
-            raise type(refused)(refused.message, url=str(shard))
-        try:
-            stream = open_shard(self._cache, shard, finish=False, ahead=ahead)
-        except (ShardNotFoundError, AccessDeniedError) as exn:
-            self._refused[shard.key] = type(exn)(exn.message)  # a copy without the traceback
-            raise
+        stream = open_shard(self._cache, shard, finish=False, ahead=ahead)
         while len(self._queue) < self._most and self._take(download=True):
             pass
         return stream
@@ -93,7 +85,7 @@ class Lookahead:
         if download:
             with ignoring(ShardCacheError, OSError):  # `open` will raise the same error
                 shard = self._shard_of(item)
-                if not (cache.is_in_place(shard) or shard.key in self._refused):
+                if not cache.is_in_place(shard):
                     reader = cache.lookup(shard) or DownloadReader(cache, shard, ahead=True)
         self._queue.append((item, reader))
         return True

@@ -369,7 +369,7 @@ class OriginReader:
             if body is not None:
                 body.close()
             self._has_failed = isinstance(exn, TransientError)
-            if self._has_failed and self._retries.forgives(self._received):
+            if self._has_failed and self._retries.count_progress(self._received):
                 self._received = 0
                 return self._receive(view)
             raise

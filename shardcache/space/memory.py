@@ -111,9 +111,11 @@ def _recent_headroom(disk: Path, free: int) -> Volume | None:
 
 def memory_headroom() -> Volume | None:
     """Return the volume of the cgroup with the least free memory, or None if none has a limit."""
-    headrooms = []
-    with ignoring(OSError, ValueError):  # no cgroups, or unknown files
-        for level, v1 in _levels():
+    headrooms, levels = list[Volume](), tuple[tuple[Path, bool], ...]()
+    with ignoring(OSError, ValueError):  # no cgroups
+        levels = _levels()
+    for level, v1 in levels:
+        with ignoring(OSError, ValueError):  # unknown files, or a group without the controller
             limit = _read(level, "memory.limit_in_bytes" if v1 else "memory.max")
             if limit == "max" or int(limit) >= _UNLIMITED:
                 continue

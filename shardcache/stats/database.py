@@ -107,9 +107,11 @@ def _opened(layout: Layout, busy: float, *, repair: bool = False) -> Iterator[sq
     one is removed. Without it, an empty one in memory replaces a missing one. A fork waits until
     the database is closed, so no child inherits a connection.
     """
-    import sqlite3  # not at the top, because a process that counts nothing does not need it
-
     path = layout.stats
+    try:
+        import sqlite3  # not at the top, because a process that counts nothing does not need it
+    except ImportError as exn:  # Python was built without it, or finds another libsqlite3
+        raise OSError(errno.ENOSYS, str(exn), str(path)) from exn
     if repair and layout.grace is not None and layout.local is None:
         raise OSError(errno.ENOTSUP, "other nodes would share it", str(path))
     if repair and layout.modes.group is None and os.lstat(layout.base).st_uid != os.geteuid():

@@ -477,7 +477,7 @@ def open_first(
             except DamagedError as exn:
                 other, damaged = None, damaged or exn
             except system_error() as exn:  # another tier may have the shard
-                if store is stores[-1]:
+                if store is stores[-1] and newest is None:
                     raise
                 logger.info("%s: %s", store.layout.base, exn)
                 other = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
 from shardcache.faults import FULL, ignoring, system_error
-from shardcache.files import Modes, list_names, locked, random_token
+from shardcache.files import Modes, is_directory, list_names, locked, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
 
@@ -144,7 +144,7 @@ def is_cache(root: Path) -> bool:
 def is_read_only(root: Path) -> bool:
     """Return whether ``root`` is a cache to which this process cannot add shards."""
     partials = Layout.of_root(root).partial
-    return is_cache(root) and partials.exists() and not os.access(partials, os.W_OK | os.X_OK)
+    return is_cache(root) and is_directory(partials) and not os.access(partials, os.W_OK | os.X_OK)
 
 
 def require_cache(root: Path) -> None:
@@ -183,8 +183,13 @@ def remove_root(layout: Layout) -> None:
 def check_root(config: Config) -> None:
     """Raise ConfigError if a directory must not be used: `check_manifest`, owner, links, files."""
     root = config.dir
-    check_manifest(config)
-    if reason := Modes.of(config.shared_group).objection(root, root.stat()):
+    reason = Modes.of(config.shared_group).objection(root, root.stat())
+    try:
+        check_manifest(config)
+    except PermissionError:  # for the same reason
+        if not reason:
+            raise
+    if reason:
         raise ConfigError(reason)
     _check_foreign(root)
 

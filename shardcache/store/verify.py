@@ -11,12 +11,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from shardcache import threads
 from shardcache.archive import archive_problem
 from shardcache.faults import system_error
 from shardcache.files import GONE
@@ -111,15 +112,14 @@ def verify(
                 findings += _check(store, entry, None if quick else digest, locked)
         return findings
 
-    pool = ThreadPoolExecutor(_THREADS, "shardcache-verify")
+    every = list(shards.values())
     try:
-        for copies, findings in zip(shards.values(), pool.map(check, shards.values()), strict=True):
-            for _, entry in copies:
+        for number, findings in threads.each(check, every, _THREADS, "shardcache-verify"):
+            for _, entry in every[number]:
                 status.check(entry)
             yield from findings
     finally:
         is_closed = True
-        pool.shutdown(cancel_futures=True)
 
 
 def _check(

@@ -261,3 +261,15 @@ def test_a_disk_that_others_have_filled_is_a_warning(ask, tmp_path, monkeypatch)
         _, rows = ask("--dir", small / "cache")
         found = [row["found"] for row in rows if row["level"] == "warn"]
         assert any("new shards replace others" in text for text in found)
+
+
+@needs_root
+def test_the_shards_of_a_job_count_as_room(ask, tmp_path, open_cache, monkeypatch):
+    with disk(tmp_path / "disk", "size=16m") as path:
+        (tmp_path / "a.tar").write_bytes(make_tar(1, 100, 60_000))
+        monkeypatch.setenv("SHARDCACHE_JOB", "j")
+        options = {"dir": path / "c", "isolation": "job", "cache_local": True, "min_free": 0}
+        open_cache(**options).fetch(str(tmp_path / "a.tar"))
+        monkeypatch.setenv("SHARDCACHE_DIR", str(path / "c"))
+        monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "14MB")
+        assert of(ask()[1], "space")["level"] == "ok"

@@ -12,6 +12,7 @@ import webdataset as wds
 from shardcache.cli.main import main
 from shardcache.prewarm import Outcome, PrewarmPlan, PrewarmReport, ShardResult, Stopped
 from shardcache.urls import parse_url
+from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import room
 from tests.support.tars import make_tar
@@ -246,3 +247,16 @@ def test_a_limit_below_what_is_cached_is_said(run, warm, spec):
     assert code == 0
     assert re.search(r"nothing to fetch; [\d.]+ KB over the limits, which", out)
     assert "over" not in run("prewarm", spec)[1]
+
+
+def test_a_bucket_that_is_given_up_is_a_failure_of_best_effort_too(run, spec, bucket, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    options = "--jobs", 1, "--best-effort", "--max-failures", 99
+    assert run("prewarm", *options, f"s3://{bucket}/train-{{0000..0009}}.tar")[0] == 3
+
+
+def test_a_log_that_cannot_be_written_is_no_fault_of_the_cache(s3, bucket, s3_environment, run):
+    s3.put(bucket, "a.tar", make_tar(1) + b"x" * 1024)  # a warning
+    with open("/dev/full", "w") as full:
+        assert run_process("-q", "path", "--fetch", f"s3://{bucket}/a.tar", stderr=full)[0] == 0
+    assert run("path", f"s3://{bucket}/a.tar")[0] == 0

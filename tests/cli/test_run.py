@@ -259,3 +259,22 @@ def test_the_variables_of_env_do_the_same(run, program, spec, tmp_path):
     process = run_process(python=["sh", tmp_path / "job.sh"])
     assert process[:2] == (0, "80\n"), process[2]
     assert run("ls")[1].count("train-") == SHARDS
+
+
+def test_directory_and_configuration_are_those_of_the_command(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shardcache.toml").write_text("[")  # is not read
+    (tmp_path / "good.toml").touch()
+    options = "--config=good.toml", "--dir=~/c", "run", "-o", "max_size=1GB", "--env"
+    code, out, _ = run(*options)
+    assert code == 0 and f"SHARDCACHE_DIR={tmp_path}/c\n" in out
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        text = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+        assert run_process("run", "--", sys.executable, "-c", text)[:2] == (0, "True\n")
+    finally:
+        signal.signal(signal.SIGHUP, before)

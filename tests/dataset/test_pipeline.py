@@ -187,14 +187,23 @@ def test_an_epoch_of_drawn_shards_repeats_no_pass_of_the_epoch_before(make_cache
     assert not any(second[:60] == first[at:][:60] for at in range(140))
 
 
-def test_shards_that_are_shuffled_before_they_are_divided_go_to_one_reader(
-    make_cache, set_variables
+SPLITS = wds.shuffle(100), wds.split_by_node, wds.shuffle(100), wds.split_by_worker
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (*SPLITS, wds.tarfile_to_samples(), wds.shuffle(9)),
+        (wds.shuffle(100), wds.tarfile_to_samples(), *SPLITS),
+    ],
+)
+def test_what_is_shuffled_before_it_is_divided_goes_to_one_reader(
+    make_cache, set_variables, stages
 ):
-    stages = wds.shuffle(100), wds.split_by_node, wds.shuffle(100), wds.split_by_worker
     epochs = [[], []]
     for rank, worker in product((0, 1), (0, 1)):
         set_variables(RANK=rank, WORLD_SIZE=2, WORKER=worker, NUM_WORKERS=2)
-        parts = wds.SimpleShardList(URLS), *stages, wds.tarfile_to_samples(), wds.shuffle(9)
+        parts = wds.SimpleShardList(URLS), *stages
         dataset = make_cache().attach(wds.DataPipeline(*parts), resume=True)
         for epoch in epochs:
             epoch += keys(dataset)
@@ -288,6 +297,7 @@ def test_too_small_a_cache_is_said_with_the_size_that_it_needs(make, make_cache,
 
 @pytest.mark.parametrize("stages", [(wds.map(dict), wds.shuffle(9)), (held_back,)])
 def test_filters_that_need_samples_early_are_said_once(make, caplog, stages):
+    assert list(make(wds.xdecode(("*.cls", str)), wds.extract_keys("__key__")))
     resumed(make, *stages)
     (text,) = caches.warnings(caplog)
     assert ("shuffle(9)" if stages[1:] else "held_back") + " gets samples, not places" in text
@@ -861,3 +871,14 @@ def test_stages_that_follow_a_loaded_state_are_compared(make):
     two.load_state_dict(saved(one))
     with pytest.raises(ConfigError, match=r"other stages: repeat\(1, -1\), and now shuffle\(5\)"):
         list(two.shuffle(5))
+
+
+def test_the_text_of_a_stage_is_the_same_in_every_run(make):
+    stages = [make(wds.xdecode(("*.cls", lambda data: data))).state_dict() for _ in range(2)]
+    assert stages[0] == stages[1] and " at 0x" not in stages[0]["stages"]
+
+
+def test_another_cache_takes_the_place_of_the_first_one(make, make_cache, tmp_path):
+    dataset, other = make(wds.shuffle(9)), make_cache(dir=tmp_path / "other")
+    assert sorted(keys(other.attach(dataset))) == KEYS
+    assert other.stats().misses == len(URLS)

@@ -1,6 +1,7 @@
 """``shardcache::s3://...`` in fsspec."""
 
 import contextlib
+import errno
 import os
 import pickle
 import re
@@ -16,7 +17,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.dirfs import DirFileSystem
 
 from shardcache import ConfigError, default_cache
-from tests.support.storetools import BLOCK, PATIENCE, together
+from tests.support.storetools import BLOCK, PATIENCE, refusing, together
 from tests.support.tars import make_tar
 
 SHARD = make_tar(6)
@@ -355,3 +356,11 @@ def test_the_target_can_be_an_instance(memory):
     made = fsspec.filesystem("shardcache", fs=target, dir=memory.storage_options["dir"])
     assert made.fs is target and made.cat("/a.tar") == SHARD
     assert pickle.loads(pickle.dumps(made)).cat("/a.tar") == SHARD
+
+
+def test_a_disk_that_fails_hides_no_file(memory, monkeypatch):
+    assert memory.cat_file("/a.tar") == SHARD
+    monkeypatch.setattr(os, "listdir", refusing(errno.EIO, real=os.listdir))
+    with memory.open("/b.tar") as stream:
+        assert stream.read() == SHARD
+    assert memory.exists("/a.tar") and memory.info("/b.tar")["size"] == len(SHARD)

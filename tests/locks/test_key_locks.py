@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from shardcache.locks.keys import Holder, KeyLease
 from tests.support import caches
 from tests.support.storetools import BLOCK, damage, wait_until
 from tests.support.tars import make_tar
@@ -41,3 +42,9 @@ def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(make, origin, 
         refresh.join()
     assert caches.read(cache, URL) == origin.objects[URL]
     wait_until(lambda: not list(tmp_path.rglob("locks/??/*")))  # the download leaves no lock file
+
+
+def test_a_lease_needs_no_thread(layout, no_threads):
+    lease, holder = KeyLease(layout, "a" * 32), Holder.this_process()
+    assert lease.try_acquire(holder)
+    lease.release()

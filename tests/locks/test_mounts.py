@@ -11,6 +11,7 @@ from shardcache.cache import Cache
 from shardcache.config import Config
 from shardcache.errors import ConfigError
 from shardcache.files import IDLE_GRACE
+from shardcache.layout import META, read_manifest
 from shardcache.locks import mounts
 from shardcache.locks.mounts import LOCAL_TYPES, Mount, mount_of, node_namespace
 from tests.support.caches import read
@@ -27,6 +28,7 @@ TABLE = """\
 43 22 0:42 / /juice rw - fuse.juicefs JuiceFS:vol rw,user_id=0
 44 22 0:43 / /scratch rw - xfs /dev/nvme1n1 rw
 45 22 0:44 / /scratch rw - lustre mgs@tcp:/fs rw,flock
+46 22 0:45 / /odd\r\x1c\x85name rw - fuse.sshfs host: rw
 """
 
 
@@ -79,20 +81,21 @@ def on(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_local_filesystems_are_locked_by_flock(root, node, monkeypatch, kind):
     on(kind, monkeypatch)
     Cache(root).pin(URL)
-    found = node_namespace(Config(root))
+    found = node_namespace(Config(root), read_manifest(root))
     if kind in ("ext4", "tmpfs"):
         assert found == layout_of(root)
     else:
         assert found.grace == IDLE_GRACE
         assert found.local is not None and found.local.parent == node
         assert found.local.stat().st_mode & 0o777 == 0o700
-    assert node_namespace(Config(root, locks="lease")).grace == IDLE_GRACE
-    assert node_namespace(Config(root, locks="flock")) == layout_of(root)
+    assert node_namespace(Config(root, locks="lease"), read_manifest(root)).grace == IDLE_GRACE
+    assert node_namespace(Config(root, locks="flock"), read_manifest(root)) == layout_of(root)
 
 
 def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_path):
     def local(name: str = "cache") -> Path | None:
-        return node_namespace(Config(tmp_path / name, locks="lease")).local
+        path = tmp_path / name
+        return node_namespace(Config(path, locks="lease"), read_manifest(path)).local
 
     (tmp_path / "link").symlink_to(root)
     for name in ("cache", "cache2"):
@@ -165,3 +168,13 @@ def test_another_kind_of_lock_is_refused(root, run, monkeypatch, made, locks, ki
     for command in f"rm -y {URL}", "clean":
         code, _, err = run("--dir", root, *command.split())
         assert code == 2 and f"is locked by {made}" in err
+
+
+def test_nodes_that_share_a_cache_may_have_booted_at_other_times(make_cache, origin, monkeypatch):
+    origin.objects[URL] = make_tar(1)
+    with make_cache(locks="lease") as cache:
+        sidecar = cache.fetch(URL).path / META
+    before = sidecar.stat()
+    monkeypatch.setattr("shardcache.store.entry.boot_id", lambda: "of another node")
+    assert read(make_cache(locks="lease"), URL) == make_tar(1)
+    assert sidecar.stat().st_ino == before.st_ino  # it was not hashed

@@ -156,3 +156,13 @@ def test_a_command_of_an_s3_client_is_replaced_by_a_request_with_its_options(
         assert read(cache, f"pipe:{command}") == make_tar(8)
     assert proxy.fetches() == {f"{bucket}/a.tar": 1}
     assert make_cache().path(url) is None  # the key for the endpoint of the environment
+
+
+def test_a_command_whose_exit_status_is_lost_has_failed(make_cache):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        cache = make_cache(allow_schemes=["pipe"], attempts=1, timeout="4w")
+        with pytest.raises(TransferError, match="status None"):
+            cache.fetch("pipe:head -c 1000 /dev/zero | tail -c +1; exit 7")
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 from resource import RUSAGE_THREAD, getrusage
 
 import pytest
@@ -38,7 +39,8 @@ def test_an_untrusted_certificate_is_refused(open_cache, context, authority, tmp
         for url, message in (("s3://lab/a.tar", "AWS_CA_BUNDLE"), (web, "SSL_CERT_FILE")):
             with pytest.raises(ConfigError, match=message):
                 read(url)
-        assert read("s3://lab/a.tar", verify=authority[0]) == SHARD
+        for path in authority[0], Path(authority[0]):
+            assert read("s3://lab/a.tar", verify=path) == SHARD
         directory = tmp_path / "hashed"
         directory.mkdir()
         (directory / "ca.pem").symlink_to(authority[0])

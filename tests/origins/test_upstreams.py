@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from functools import partial
+from pathlib import Path
 from urllib.parse import quote, unquote
 
 import pytest
@@ -13,6 +14,7 @@ from fsspec.implementations.local import LocalFileOpener
 
 from shardcache.cache import Cache
 from shardcache.errors import IntegrityError, TransferError
+from shardcache.process import _end_all as end_all
 from tests.support import caches
 from tests.support.fakes import Fault
 from tests.support.proxy import Proxy
@@ -143,6 +145,9 @@ DAMAGE = {
     "longer": lambda data, sidecar: data.write_bytes(DATA + bytes(512)),
     "not an object": lambda data, sidecar: sidecar.write_bytes(b"null"),
     "too long": lambda data, sidecar: sidecar.write_bytes(b"x" * 100_000),
+    "not a checksum": lambda data, sidecar: sidecar.write_text(
+        sidecar.read_text().replace('"checksum": null', '"checksum": "x"')
+    ),
     "of another shard": of_another_shard,
     "another program's, empty": partial(of_another_program, content=b""),
     "another program's page": partial(of_another_program, content=b"<html>504</html>" * 99),
@@ -198,6 +203,21 @@ def test_the_origin_continues_for_an_upstream_that_fails(
         starts = [start for _, start, _ in origin.requests]
         assert starts and min(starts) >= BLOCK  # no byte is requested again
         assert "attempt" not in caplog.text
+
+
+def test_an_origin_that_fails_leaves_what_an_upstream_has_sent(
+    node, origin, nas, filled, fail_files
+):
+    origin.objects[URL] = LARGE
+    filled()
+    fail_files(4 << 20)
+    cache = node(nas, attempts=1, connections=1, fill="complete")
+    origin.faults.append(Fault(after=None))
+    with pytest.raises(TransferError):
+        cache.fetch(URL)
+    assert len(origin.requests) == 1
+    assert cache.open(URL).read() == LARGE
+    assert min(start for _, start, _ in origin.requests) >= BLOCK
 
 
 @pytest.mark.parametrize("then", ["the origin continues", "the next run has no upstream"])
@@ -305,7 +325,7 @@ def test_odd_names_are_those_of_the_same_shards(make_cache, files, nas, tmp_path
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_copy_that_is_not_written_is_not_visible_and_fails_no_prewarm(
-    node, nas, monkeypatch, caplog, hangs
+    node, nas, tmp_path, monkeypatch, caplog, hangs
 ):
     caplog.set_level(logging.INFO)
     released = threading.Event()
@@ -315,6 +335,12 @@ def test_a_copy_that_is_not_written_is_not_visible_and_fails_no_prewarm(
         released.wait(60 * hangs)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    real, renamed = Path.replace, []
+    monkeypatch.setattr(Path, "replace", lambda new, old: renamed.append(old) or real(new, old))
+    with node(writable(tmp_path / "other")) as cache:
+        cache.open(URL).read()
+        end_all()  # as at the exit
+        assert [path.name for path in renamed if "other" in path.parts] == [SIDECAR, "0.tar"]
     monkeypatch.setattr("shardcache.origins.resolve.shutil.copyfile", interrupted)
     with node(writable(nas), timeout=0.3 if hangs else 60) as cache:
         cache.prewarm([URL])

@@ -121,6 +121,7 @@ def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], b
         ("sts", sts_error("503 Service Unavailable", "ServiceUnavailable")),
         ("sts", sts_error("400 Bad Request", "Throttling")),
         ("sts", sts_error("400 Bad Request", "IDPCommunicationError")),
+        ("sts", b""),  # the connection is closed
     ],
 )
 def test_a_read_waits_for_busy_servers(store, source, open_cache, clock, caplog, name, refused):

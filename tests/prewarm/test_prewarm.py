@@ -239,7 +239,9 @@ def test_threads_are_added_only_while_the_interpreter_is_idle(
 
 
 def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, no_threads):
-    assert outcomes(make_cache().prewarm(fill(names(9)))) == 9 * "."
+    cache = make_cache()
+    assert outcomes(cache.prewarm(fill(names(9)), progress=True)) == 9 * "."
+    assert cache.prewarm(names(9), refresh=True).cached == 9
 
 
 def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, listed, fill, monkeypatch):

@@ -62,6 +62,8 @@ def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str,
         ("0::/job/task", {"v2/job": ("max", 5), "v2/job/task": (8, 3)}, (8, 5)),
         # the lowest limit counts
         ("0::/job/task", {"v2/job": (16, 12), "v2/job/task": (8, 3)}, (16, 4)),
+        # a group without the controller
+        ("0::/job/task", {"v2/job": (8, 3)}, (8, 5)),
         # the page cache is free
         ("0::/job", {"v2/job": (8, 7, 4)}, (8, 5)),
         ("5:memory:/job\n0::/", {"v1/job": (8, 7, 4)}, (8, 5)),

@@ -183,6 +183,11 @@ def test_commands_find_the_tiers_of_a_job(shop, ram):
     with shop.cache() as later:
         assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])
 
+    os.utime(layout_of(shop.path).limits, (4e9, 4e9))  # of a job that ran while the clock was wrong
+    with opened(shop, ram, shop.room(3), max_size=shop.room(13)) as cache:
+        cache.process.prepare()
+    assert f"max_size {shop.room(13) // 1024}KiB" in run("clean", "-n")
+
     assert "8 cached" in run("prewarm", "--check", *shop.urls)
     assert f"tiers {ram}=" in run("clean", "-n")
     shutil.rmtree(ram)

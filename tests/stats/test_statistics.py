@@ -1,6 +1,7 @@
 """Statistics equal the events; tests/test_processes.py compares them with the server's."""
 
 import re
+import sys
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from shardcache.cache import Cache
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.units import format_bytes
 from tests.support.caches import unfinished
+from tests.support.clitools import run_process
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
 from tests.support.storetools import BLOCK, forked, no_thread, room, wait_until
@@ -175,3 +177,10 @@ def test_the_stats_command(run, tmp_path, monkeypatch):
 
     assert stats("--zero") == "counters are reset\n"
     assert stats() == "Nothing was counted.\n"
+
+
+def test_a_python_without_sqlite_counts_nothing(shop):
+    program = "import sys; sys.modules['_sqlite3'] = None; from shardcache import Cache; "
+    program += "print(len(Cache(cache_local=True).open(sys.argv[1]).read()))"
+    code, out, err = run_process(shop.urls[0], python=[sys.executable, "-c", program])
+    assert (code, out) == (0, f"{shop.size}\n"), err

@@ -71,11 +71,18 @@ def cache_of_a_group(root: Path) -> str:
     return f"chmod g-w {root}"
 
 
+def cache_of_another_user(root: Path) -> str:
+    assert ask(BELA, fetch_in, root, umask=0o022) == ""
+    root.chmod(0o755)
+    return "Use a directory of your own"
+
+
 ROOTS = {
     "foreign": directory(BELA.uid, 0o755, "Use a directory of your own"),
     "writable": directory(ANNA.uid, 0o1777, "below it, such as {root}/shards"),
     "group-writable": directory(ANNA.uid, 0o770, "chmod g-w {root}"),
     "a cache that its group may write": cache_of_a_group,
+    "a cache of another user": cache_of_another_user,
     "a file": lambda root: root.touch() or "Set dir to a directory",
 }
 

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from shardcache.cache import Cache
 from shardcache.store import verify as resources
 from shardcache.store.verify import EntryState, VerifyStatus
 from tests.support.caches import read
 from tests.support.shop import Shop
+from tests.support.storetools import damage
 
 
 @pytest.fixture
@@ -63,3 +65,9 @@ def test_entries_that_are_removed_during_verify_are_skipped(shop: Shop) -> None:
         other.remove(shop.urls[1:3])  # listed, but not yet read
         assert [found.state for found in findings] == [EntryState.OK] * 6
         assert status.done == status.shards
+
+
+def test_a_cache_with_the_name_of_a_directory_of_its_own_is_repaired(shop, tmp_path):
+    with Cache(tmp_path / "ranks", cache_local=True) as cache:
+        damage(cache.fetch(shop.urls[0]).data)
+        assert [finding.set_aside for finding in cache.verify(repair=True)] == [True]

@@ -11,7 +11,7 @@ from shardcache.locks.keys import Holder, KeyLease
 from tests.stress import harness
 from tests.stress.fuse import CHANGES
 from tests.support.caches import warnings
-from tests.support.storetools import age, forked, together, wait_until
+from tests.support.storetools import age, forked, together, tree, wait_until
 
 
 def swept(far, shim, root="cache", **options):
@@ -66,11 +66,15 @@ def test_a_file_that_fails_once_is_read_again(far, shim, op):
 
 @pytest.mark.parametrize("locks", ["flock", "lease"])
 @pytest.mark.parametrize(
-    "op", [*CHANGES.split(), "fsync fsyncdir", "open", "opendir", "read", "getattr", "lookup"]
+    "op",
+    [
+        *(*CHANGES.split(), "fsync fsyncdir", "open", "opendir", "readdir", "read", "getattr"),
+        "lookup",
+    ],
 )
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE])
 def test_every_read_is_right_whatever_operation_fails(far, shim, caplog, op, number, locks):
-    options = {"locks": locks, "fsync": "fsync"}
+    options = {"locks": locks, **({"fsync": "fsync"} if locks == "flock" else {})}
     with far.cache(shim.root / "cache", **options) as cache:
         assert far.read(cache, 1)
     caplog.clear()
@@ -98,6 +102,28 @@ def test_the_other_tier_does_the_work_of_one_that_fails(far, shim, tmp_path, op)
         assert stats.streamed <= 1 and stats.hits >= 4 and cache.process.disk.is_well
         if op != "all":
             shim.heal()
+
+
+def test_a_faster_tier_is_read_if_the_last_one_fails(far, shim, tmp_path):
+    options = {"tiers": [{"dir": tmp_path / "fast", "min_free": 0}], "locks": "flock"}
+    with far.cache(shim.root / "home", **options) as cache:
+        assert far.read(cache, 1)
+    with far.cache(shim.root / "home", **options) as cache:
+        cache.process.prepare()
+        rule = shim.fail("opendir", "home/v1/objects/*", times=-1)
+        assert far.read(cache, 1) and cache.stats().hits == 1
+        assert shim.struck(rule)
+        shim.heal()
+
+
+def test_a_process_that_cannot_read_the_manifest_leaves_the_cache_alone(far, shim):
+    with far.cache(shim.root / "cache") as cache:
+        assert far.read(cache, 1)
+    before = tree(shim.backing)
+    shim.fail("read", "cache/manifest.json", times=-1)
+    with far.cache(shim.root / "cache") as cache:
+        assert far.read(cache, 2)
+    assert tree(shim.backing) == before
 
 
 @pytest.mark.parametrize("cold", [True, False])

@@ -96,8 +96,8 @@ def _nothing_left_on_the_node(tmp_path_factory: pytest.TempPathFactory) -> Itera
     yield
     for where, _, names in os.walk(tmp_path_factory.getbasetemp()):
         # Only caches of this run, which are those with a readable manifest.
-        if "manifest.json" in names and read_manifest(Path(where)).get("id"):
-            local = node_namespace(Config(where, locks="lease")).local
+        if "manifest.json" in names and (manifest := read_manifest(Path(where))).get("id"):
+            local = node_namespace(Config(where, locks="lease"), manifest).local
             for path in local.parent.glob(f"shardcache-*-{local.name.rpartition('-')[2]}"):
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -110,7 +110,7 @@ def test_a_faster_tier_is_read_if_the_last_one_fails(far, shim, tmp_path):
         assert far.read(cache, 1)
     with far.cache(shim.root / "home", **options) as cache:
         cache.process.prepare()
-        rule = shim.fail("opendir", "home/v1/objects/*", times=-1)
+        rule = shim.fail("lookup", "home/v1/objects/*", times=-1)
         assert far.read(cache, 1) and cache.stats().hits == 1
         assert shim.struck(rule)
         shim.heal()
@@ -120,7 +120,7 @@ def test_a_process_that_cannot_read_the_manifest_leaves_the_cache_alone(far, shi
     with far.cache(shim.root / "cache") as cache:
         assert far.read(cache, 1)
     before = tree(shim.backing)
-    shim.fail("read", "cache/manifest.json", times=-1)
+    shim.fail("read", "*manifest.json*", times=-1)
     with far.cache(shim.root / "cache") as cache:
         assert far.read(cache, 2)
     assert tree(shim.backing) == before

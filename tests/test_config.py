@@ -174,9 +174,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_an_invalid_option_is_explained_without_secrets(given, message, monkeypatch):
-    monkeypatch.setenv("EMPTY", "")
-    monkeypatch.setenv("HOME", "~")  # the user has no home directory
+def test_an_invalid_option_is_explained_without_secrets(given, message, set_variables):
+    set_variables(EMPTY="", HOME="~")  # the user has no home directory
     with pytest.raises(ConfigError, match=message) as caught:
         only(**given)
     assert "hUnTeR2" not in "".join(traceback.format_exception(caught.value))
@@ -187,9 +186,8 @@ def test_variables_of_a_kubernetes_service_are_ignored():
         assert only({f"SHARDCACHE_{name}": "tcp://10.0.0.1:80"}).config == Config(DIR)
 
 
-def test_dir_expands_variables_and_is_relative_to_its_source(home, monkeypatch):
-    for name, value in {"HOME": "/home/me", "SCRATCH": "/scratch", "USER": "me"}.items():
-        monkeypatch.setenv(name, value)
+def test_dir_expands_variables_and_is_relative_to_its_source(home, set_variables):
+    set_variables(HOME="/home/me", SCRATCH="/scratch", USER="me")
     (home / "x.toml").write_text('dir = "cache"\n')
     for text, found in {
         "~": "/home/me",

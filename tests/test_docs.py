@@ -60,7 +60,7 @@ def python(code, ranks):
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in BLOCKS.items() if blocks])
-def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, monkeypatch):
+def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, set_variables):
     def here(code):
         code = re.sub(r"(?<=[\"'=\s])/(local|nfs|home)/", rf"{tmp_path}/\1/", code)
         code = code.replace("{0000..2047}", "{0000..0003}")
@@ -72,17 +72,12 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, m
     project.mkdir(parents=True)
     if page == "docs/troubleshooting.md":  # its commands remove the shards of a cache
         make_root(config.Config(tmp_path / "local" / "nvme" / "shards"))
-    monkeypatch.setenv("HOME", str(project.parent))  # of ~/.cache/shards
+    set_variables(HOME=project.parent, **SLURM)  # of ~/.cache/shards
     (code,) = (code for language, code in BLOCKS["README.md"] if language == "python")
     for directory in (tmp_path, project):
         (directory / "train.py").write_text(here(code) + LIST)
-    for name, value in {
-        "PATH": programs(tmp_path / "bin", **STUBS),
-        "SHARDCACHE_JOB": tmp_path.name,
-        "SHARDCACHE_SYNC_DIR": str(tmp_path / "meet"),
-        **SLURM,
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_variables(PATH=programs(tmp_path / "bin", **STUBS), SHARDCACHE_JOB=tmp_path.name)
+    set_variables(SHARDCACHE_SYNC_DIR=tmp_path / "meet")
     for language, code in BLOCKS[page]:
         match language:
             case "python":

@@ -268,10 +268,10 @@ def test_a_proxy_with_a_login(watch, monkeypatch, proxied):
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("-vv",)], ids=str)
-def test_the_command_line(watch, serve, tmp_path, monkeypatch, options):
+def test_the_command_line(watch, serve, tmp_path, set_variables, options):
     served = serve(lambda head: whole(head) if "/a.tar" in head else answer("403 Forbidden"))
     place = served.url.removeprefix("http://")
-    monkeypatch.setenv("SHARDCACHE_CONFIG", str(tmp_path / "x.toml"))
+    set_variables(SHARDCACHE_CONFIG=tmp_path / "x.toml")
     for text in (
         f"[storage_options]\nsecret = {CANARY}\n",
         f'[storage_options]\nsecret = "{CANARY}\n',
@@ -284,8 +284,7 @@ def test_the_command_line(watch, serve, tmp_path, monkeypatch, options):
         f'[storage_options]\nkey = "{CANARY}"\nsecret = "{CANARY}"\n'
         f'[storage_options.client_kwargs.headers]\nAuthorization = "{CANARY}"\n'
     )
-    for name, value in {"ATTEMPTS": "1", "MIN_FREE": "0", "ALLOW_SCHEMES": "pipe"}.items():
-        monkeypatch.setenv(f"SHARDCACHE_{name}", value)
+    set_variables(SHARDCACHE_ATTEMPTS=1, SHARDCACHE_MIN_FREE=0, SHARDCACHE_ALLOW_SCHEMES="pipe")
     good = WEB[1].format(place=place, canary=CANARY)
     bad = good.replace("a.tar", "b.tar")
     pipe = f"pipe:curl -u me:{CANARY} http://127.0.0.1:1/c.tar?sig={CANARY}"

@@ -118,7 +118,7 @@ def test_a_dead_mount_fails_without_a_hang(ask, tmp_path, monkeypatch):
 
 
 @needs_root
-def test_impossible_limits_are_named(ask, tmp_path, monkeypatch):
+def test_impossible_limits_are_named(ask, tmp_path, set_variables):
     shop = Shop(tmp_path, 6)
     with disk(tmp_path / "disk", "size=10m") as path:
         with Cache(path / "cache", cache_local=True) as cache:
@@ -126,8 +126,7 @@ def test_impossible_limits_are_named(ask, tmp_path, monkeypatch):
                 cache.fetch(url)
 
         def level(size, free="0", name="cache"):
-            monkeypatch.setenv("SHARDCACHE_MAX_SIZE", size)
-            monkeypatch.setenv("SHARDCACHE_MIN_FREE", free)
+            set_variables(SHARDCACHE_MAX_SIZE=size, SHARDCACHE_MIN_FREE=free)
             return of(ask("--dir", path / name)[1], "space")["level"]
 
         assert level("20MiB") == "fail"  # on a RAM disk, it would take the job's memory

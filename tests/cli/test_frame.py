@@ -170,12 +170,10 @@ def test_a_disk_that_cannot_be_used_is_explained(run, tmp_path):
     assert code == 5 and err.startswith(f"error: {path}/cache/v1/") and "Make room" in err
 
 
-def test_config_and_dir_commands(run, tmp_path, monkeypatch):
+def test_config_and_dir_commands(run, tmp_path, monkeypatch, set_variables):
     (file := tmp_path / "job.toml").write_text('storage_options = {secret = "hush"}\n')
-    monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "5GB")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hush@h:1")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "hush")
+    set_variables(SHARDCACHE_MAX_SIZE="5GB", AWS_ENDPOINT_URL="http://me:hush@h:1")
+    set_variables(AWS_ACCESS_KEY_ID="hush", AWS_SECRET_ACCESS_KEY="hush")
     code, out, _ = run("config", "--config", file)
     *rows, access, last = out.splitlines()
     assert code == 0 and "hush" not in out and last.endswith(" options, 4 set")

@@ -185,12 +185,11 @@ def test_a_file_on_a_read_only_disk_is_copied_into_the_first_tier(open_cache, ur
     assert entry.data.read_bytes() == data["train-0000.tar"]
 
 
-def test_ranks_link_what_one_of_them_imported(open_cache, folder, url, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_ranks_link_what_one_of_them_imported(open_cache, folder, url, set_variables):
+    set_variables(RANK=0, WORLD_SIZE=2)
     file = folder / "train-0000.tar"
     first = open_cache(isolation="rank").add(url, file)
-    monkeypatch.setenv("RANK", "1")
+    set_variables(RANK=1)
     second = open_cache(isolation="rank").fetch(url)
     assert first.directory != second.directory and second.data.samefile(file)
 

@@ -37,10 +37,9 @@ def test_a_terminal_gets_many_rows_as_lines(capsys):
     ],
 )
 def test_when_there_are_colour_and_bars(
-    monkeypatch, capsys, color, no_color, term, terminal, colored
+    monkeypatch, set_variables, capsys, color, no_color, term, terminal, colored
 ):
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("TERM", term)
+    set_variables(NO_COLOR=no_color, TERM=term)
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     console = Console(color=color)

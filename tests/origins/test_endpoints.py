@@ -68,15 +68,14 @@ NONE = {"AWS_CONFIG_FILE": "/dev/null"}
     ],
 )
 def test_the_key_has_the_endpoint_and_partition_of_the_request(
-    environment, options, host, open_cache, tmp_path, monkeypatch, serve
+    environment, options, host, open_cache, tmp_path, set_variables, serve
 ):
     (tmp_path / "config").write_text(CONFIG)
     (tmp_path / "credentials").write_text("[shared]\nendpoint_url = https://shared\n")
     proxy = serve(answer("502 Bad Gateway"))
     files = {"AWS_CONFIG_FILE": "config", "AWS_SHARED_CREDENTIALS_FILE": "credentials"}
     given = {name: str(tmp_path / file) for name, file in files.items()} | KEYS | environment
-    for name, value in {**given, "https_proxy": proxy.url}.items():
-        monkeypatch.setenv(name, value)
+    set_variables(**given, https_proxy=proxy.url)
     cache = open_cache(attempts=1, storage_options=options)
     for number, form in enumerate(("{}", "pipe:aws s3 cp {} -")):
         url = form.format("s3://lab/a.tar")
@@ -107,10 +106,9 @@ def test_the_region_of_a_command_sets_its_partition(open_cache):
         b"[profile missing]\nservices=x\n[services x]\ns3=endpoint_url",
     ],
 )
-def test_a_broken_aws_configuration_harms_no_local_file(text, open_cache, tmp_path, monkeypatch):
+def test_a_broken_aws_configuration_harms_no_local_file(text, open_cache, tmp_path, set_variables):
     (tmp_path / "aws").write_bytes(text)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
-    monkeypatch.setenv("AWS_PROFILE", "missing")
+    set_variables(AWS_CONFIG_FILE=tmp_path / "aws", AWS_PROFILE="missing")
     (tmp_path / "shard.bin").write_bytes(b"bytes")
     cache = open_cache(cache_local=True)
     assert cache.open(str(tmp_path / "shard.bin")).read() == b"bytes"

@@ -21,11 +21,10 @@ from tests.support.webservers import answer, listing
         *("pipe:cat /data/{a,b}.tar", "/plain/path.tar", r"s3://b/\{literal\}.tar", ""),
     ],
 )
-def test_braces_expand_as_in_webdataset(spec, monkeypatch):
+def test_braces_expand_as_in_webdataset(spec, set_variables):
     from webdataset.shardlists import expand_urls
 
-    monkeypatch.setenv("WDS_BASE", "s3://base/{p,q}")
-    monkeypatch.setenv("WDS_OUTER", "${BASE}/deeper")
+    set_variables(WDS_BASE="s3://base/{p,q}", WDS_OUTER="${BASE}/deeper")
     assert expand([spec]) == list(dict.fromkeys(expand_urls(spec)))
 
 

@@ -13,13 +13,12 @@ from tests.support.caches import read
 from tests.support.tars import make_tar
 
 
-def test_variables_tell_outputs_apart_and_credentials_do_not(make_cache, tmp_path, monkeypatch):
+def test_variables_tell_outputs_apart_and_credentials_do_not(make_cache, tmp_path, set_variables):
     for seed in range(3):
         (tmp_path / f"{seed}.tar").write_bytes(make_tar(seed))
     url = f"pipe:true $MYTOKEN; echo $N >> {tmp_path}/log; cat {tmp_path}/$N.tar | tail -c +1"
     for number, token, seed in (0, "a", 0), (1, "a", 1), (0, "b", 0):
-        monkeypatch.setenv("N", str(number))
-        monkeypatch.setenv("MYTOKEN", token)
+        set_variables(N=number, MYTOKEN=token)
         with make_cache(allow_schemes=["pipe"]) as cache:
             assert read(cache, url) == make_tar(seed)
     assert len(list(cache.entries())) == 2 and (tmp_path / "log").read_text() == "0\n1\n"

@@ -49,18 +49,12 @@ class Bench:
 
 
 @pytest.fixture
-def bench(s3, s3_environment, proxy, tmp_path, monkeypatch):
+def bench(s3, s3_environment, proxy, tmp_path, set_variables):
     s3.create_bucket("bucket")
     for name, content in tables().items():
         s3.put("bucket", name, content)
     bench = Bench(DataSet(s3, "bucket", proxy), tmp_path)
-    for name, value in {
-        "SHARDCACHE_DIR": str(bench.cache),
-        "HF_HOME": str(tmp_path / "huggingface"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_variables(SHARDCACHE_DIR=bench.cache, HF_HOME=tmp_path / "huggingface")
+    set_variables(HF_HUB_DISABLE_TELEMETRY=1, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED=0)
     assert os.environ["AWS_ENDPOINT_URL_S3"] == proxy.url
     yield bench

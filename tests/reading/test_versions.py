@@ -192,7 +192,7 @@ def test_a_complete_partial_is_compared_with_the_origin(make_cache, origin, stat
 @pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_replaced_version_with_other_names_does_not_come_back(
-    make_cache, origin, tmp_path, monkeypatch, is_read
+    make_cache, origin, tmp_path, set_variables, is_read
 ):
     """Another rank and the user have the same file."""
     file, ranks = tmp_path / "mine.tar", []
@@ -200,8 +200,7 @@ def test_a_replaced_version_with_other_names_does_not_come_back(
     origin.state_checksum(URL, OLD)
     modified = file.stat().st_mtime_ns
     for number in "01":
-        monkeypatch.setenv("SHARDCACHE_JOB", "job")
-        monkeypatch.setenv("SHARDCACHE_RANK", number)
+        set_variables(SHARDCACHE_JOB="job", SHARDCACHE_RANK=number)
         ranks.append(make_cache(isolation="rank"))
     cache, other = ranks
     cache.add(URL, file)

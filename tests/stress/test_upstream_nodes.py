@@ -19,8 +19,6 @@ from tests.support.storetools import wait_until
 from tests.support.tars import make_tar
 from tests.support.trainingtools import ROOT
 
-pytestmark = pytest.mark.timeout(600)
-
 NODES = 4
 SHARDS = {f"train-{n}.tar": make_tar(n, members=24, size=250_000) for n in range(8)}
 NGINX = """

@@ -66,20 +66,10 @@ def files() -> Iterator[Scripted]:
         yield server
 
 
-#: Folders that run only if named: the first needs extra packages, the second takes long.
-APART = {"packages", "stress"}
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Handle SIGINT: a background job of a script ignores it, and so would its children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore the folders of `APART` unless they are named."""
-    named = {part for argument in config.args for part in Path(argument).parts}
-    return True if collection_path.name in APART - named else None
 
 
 #: Slow files start first, so that no process idles at the end.

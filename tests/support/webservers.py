@@ -39,7 +39,6 @@ class Scripted(socketserver.ThreadingTCPServer):
         self.most = most
         self.close_notify = close_notify
         self.heads: MutableSequence[str] = []
-        self.connections = 0
         self.clients: set[socket.socket] = set()  # of open connections
         self.scheme = "http"
         super().__init__(address, Connection)
@@ -74,7 +73,6 @@ class Connection(socketserver.StreamRequestHandler):
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
-        self.server.connections += 1
         try:
             for _ in range(self.server.most):
                 head = ""
@@ -142,11 +140,6 @@ class Files(Scripted):
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.held: dict[str, tuple[int, threading.Event]] = {}
-
-    @property
-    def requests(self) -> list[str]:
-        """Return the first line of each request, without the protocol."""
-        return [head.partition(" HTTP/")[0] for head in self.heads]
 
     def hold(self, path: str, after: int) -> threading.Event:
         """Pause responses for a file after ``after`` bytes, until the returned event is set."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -83,6 +84,7 @@ NEED_A_CACHE = (
         ("import folder/file s3://b/", "folder/file is not a directory"),
         ("import folder s3://b/", "no tar files"),
         ("index s3://b/a.tar -o folder", "folder is no regular file"),
+        ("index s3://b/a.tar -o pipe", "pipe is no regular file"),
         ("index s3://b/a.tar -o -", "- is not the name of a file"),
         ("index -o x.json", "No shards given"),
         ("index s3://a/b.tar -o x --check", "omit SPEC"),
@@ -107,6 +109,12 @@ NEED_A_CACHE = (
         ("prewarm s3://b/x --shard-by-node --node-rank 0", "go together"),
         ("prewarm s3://b/x --ray --shard-by-node --node-rank 0 --node-count 2", "With --ray"),
         ("prewarm s3://b/x --ray", "pip install 'shardcache[ray]'"),
+        *(
+            (f"--{name} prewarm s3://b/a.tar", "Write it after the command, such as prewarm.")
+            for name in ("profile x", "region x", "endpoint-url http://h", "no-sign-request")
+        ),
+        ("--dir '' clean --all -y", "'--dir': It is empty."),
+        ("--config '' clean --all -y", "'--config': It is empty."),
     ],
 )
 def test_a_usage_error_is_one_sentence_and_changes_nothing(
@@ -115,6 +123,7 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("# precious")
     (tmp_path / "half" / "v1").mkdir(0o700, parents=True)  # the manifest comes last
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     before = tree(tmp_path / "folder")
@@ -123,6 +132,7 @@ def test_a_usage_error_is_one_sentence_and_changes_nothing(
     assert err.startswith("error: ") and len(err.splitlines()) == 1
     assert message in err
     assert tree(tmp_path / "folder") == before and not (tmp_path / "cache").exists()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 #: Command line -> exit code, and start of the message. Other tests expect the codes 0, 2, 3 and 4.
@@ -291,12 +301,3 @@ def test_profile_and_region_sign_the_requests(run, files, tmp_path, monkeypatch)
         assert run(*command.split(), "s3://lab/a.tar", *options)[0] == 0
     asked = [head for head in files.heads if " /lab" in head]  # others see whether it answers
     assert asked and all(re.search(r"AK/\d{8}/eu-north-1/s3/", head) for head in asked)
-
-
-@pytest.mark.parametrize(
-    "option", ["--profile x", "--region x", "--endpoint-url http://h", "--no-sign-request"]
-)
-def test_an_option_of_a_store_before_the_command_is_told_its_place(run, option):
-    code, _, err = run(*option.split(), "prewarm", "s3://b/a.tar")
-    assert code == 2
-    assert err.endswith("Write it after the command, such as prewarm.\n")

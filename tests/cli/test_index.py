@@ -1,7 +1,6 @@
 """`shardcache index`: writes the index file of a data set, resumes, and checks it."""
 
 import json
-import os
 import random
 import re
 import tarfile
@@ -153,10 +152,3 @@ def test_only_absent_shards_are_skipped_and_named(run, bucket, spec, file, proxy
         assert (code, "3 skipped" in out) == (0, True)
     assert run("index", "-o", file, "--check")[0] == 0
     assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
-
-
-def test_a_device_is_not_replaced(run, spec, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    code, _, err = run("index", spec, "-o", tmp_path / "pipe")
-    assert code == 2 and "pipe is no regular file" in err
-    assert (tmp_path / "pipe").is_fifo()

@@ -61,9 +61,3 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch,
     with display(Console(**options), positions):
         assert called.wait(0.3 if options else PATIENCE) is not bool(options)
     assert capsys.readouterr().err[:13] == ("" if options else "1/4 shards 0%")
-
-
-def test_an_empty_option_is_no_default(run):
-    for option in ("--dir", "--config"):
-        code, out, err = run(option, "", "clean", "--all", "-y")
-        assert (code, out) == (2, "") and f"'{option}'" in err and "It is empty." in err

@@ -108,6 +108,13 @@ def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], b
     return lambda head: refused if clock.monotonic() < end else None
 
 
+class Reset:
+    """A response: the connection is reset."""
+
+    def __iter__(self):
+        raise ConnectionResetError
+
+
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
@@ -121,7 +128,7 @@ def until(clock: FakeClock, seconds: float, refused: bytes) -> Callable[[str], b
         ("sts", sts_error("503 Service Unavailable", "ServiceUnavailable")),
         ("sts", sts_error("400 Bad Request", "Throttling")),
         ("sts", sts_error("400 Bad Request", "IDPCommunicationError")),
-        ("sts", b""),  # the connection is closed
+        ("sts", Reset()),
     ],
 )
 def test_a_read_waits_for_busy_servers(store, source, open_cache, clock, caplog, name, refused):

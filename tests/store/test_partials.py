@@ -46,20 +46,6 @@ def dead_partial(layout, blocks: Iterable[int] = range(4)) -> Path:
     return partial.path
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK])
-@pytest.mark.locks_work("answers")
-def test_a_shard_of_one_block_has_no_journal_and_is_not_resumed(layout, size: int) -> None:
-    data = payload(size)
-    made = begin(layout, metadata_for(data=data))
-    fill(made, data)
-    assert os.listdir(made.path) == [NAME] and len(made.digests) == (size > 0)
-    [found] = in_flight(layout)
-    assert (found.size, found.reserved) == (size, size)
-    made.close()
-    assert Partial.claim(layout, made.path, NAME) is None
-    assert os.listdir(layout.partial) == []
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     name=st.sampled_from([NAME, PROGRESS]),

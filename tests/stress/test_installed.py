@@ -1,14 +1,12 @@
 """A fresh installation of the wheel in a new virtual environment."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import trainingtools
-from tests.support.tars import make_tar
 from tests.support.trainingtools import EXAMPLES, ROOT
 
 #: Seconds; pip may be slow.
@@ -38,17 +36,6 @@ def test_the_demo_keeps_its_promise(fresh, tmp_path):
     size = found["summary"]["shards"] * found["summary"]["shard_bytes"]
     assert sum(step["origin_bytes"] for step in found["steps"]) == size
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_readme_trains_from_s3(fresh, s3, bucket, s3_environment, tmp_path):
-    for number in range(3):
-        s3.put(bucket, f"train-{number:04d}.tar", make_tar(number))
-    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = "".join(line for line in lines.splitlines(True) if "DataLoader" not in line)
-    code = lines.replace(", torch", "").replace("~/.cache/shards", str(tmp_path / "cache"))
-    code = code.replace("s3://bucket/train-{0000..2047}", f"s3://{bucket}/train-{{0000..0002}}")
-    assert run(fresh / "python", "-c", code + "print(len(list(dataset)))") == "12\n"
-    assert len(list(tmp_path.glob("cache/v1/objects/*/*/*/train-*.tar"))) == 3
 
 
 def test_the_installation_is_complete(fresh):

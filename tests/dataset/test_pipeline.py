@@ -297,7 +297,7 @@ def test_too_small_a_cache_is_said_with_the_size_that_it_needs(make, make_cache,
 
 @pytest.mark.parametrize("stages", [(wds.map(dict), wds.shuffle(9)), (held_back,)])
 def test_filters_that_need_samples_early_are_said_once(make, caplog, stages):
-    assert list(make(wds.xdecode(("*.cls", str)), wds.extract_keys("__key__")))
+    assert list(make(wds.xdecode(("*.cls", str)), wds.extract_keys("*cls")))
     resumed(make, *stages)
     (text,) = caches.warnings(caplog)
     assert ("shuffle(9)" if stages[1:] else "held_back") + " gets samples, not places" in text

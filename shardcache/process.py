@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the end waits for copies to upstreams, enough for a shard or two to a NAS.
-LAST_COPIES = 5.0
+#: Seconds that the end waits for copies to upstreams, enough for a shard or two to a NAS. A
+#: DataLoader kills a worker after five.
+LAST_COPIES = 4.0
 _COPIES = 4  #: shards that one process copies to upstreams at once
 #: Seconds between two records of a last use by one process. A hit must not write to the disk each
 #: time, and with leases an entry may be evicted an hour (`IDLE_GRACE`) after the last record.
@@ -483,14 +484,16 @@ class ProcessCache:
             self.directories = None
             self.downloads.close()
         self._end()
+        self._finish_copies()
 
-    def _end(self) -> None:
-        """Write the last copies to upstreams and the counters, end the session, and log a summary
-        of what this process has read.
-        """
+    def _finish_copies(self) -> None:
         end = clock.monotonic() + LAST_COPIES
         for thread in list(self._copying):
             thread.join(max(0.0, end - clock.monotonic()))
+        self._copying.clear()
+
+    def _end(self) -> None:
+        """Write the counters, end the session, and log a summary of what this process has read."""
         self.counters.flush()
         for tier in self.tiers:
             tier.end_session()
@@ -517,6 +520,8 @@ _finalizers: list[object] = []
 def _end_all() -> None:
     for cache in list(_all):
         cache._end()
+    for cache in list(_all):
+        cache._finish_copies()
 
 
 def _begin_all() -> None:

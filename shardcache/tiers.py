@@ -70,14 +70,15 @@ class Tier:
     _keeps_used: bool = True  # whether the policy may keep shards that running jobs have used
 
     def __post_init__(self) -> None:
-        manifest: dict[str, Any] = {}
-        with ignoring(OSError):  # `check` and `make` raise it
+        manifest = None
+        with ignoring(OSError):  # `check` and `make` try again
             manifest = read_manifest(self.config.dir)
         self._locate(manifest)
 
-    def _locate(self, manifest: dict[str, Any]) -> None:
-        """Determine the namespaces from the configuration and the manifest."""
-        own = self.node = node_namespace(self.config, manifest)
+    def _locate(self, manifest: dict[str, Any] | None) -> None:
+        """Determine the namespaces from the configuration and the manifest, if it is known."""
+        self._is_located = manifest is not None
+        own = self.node = node_namespace(self.config, manifest or {})
         if self.config.isolation != "node":
             name = self._ranks.job or _NO_JOB
             if self.config.isolation == "rank":
@@ -87,7 +88,7 @@ class Tier:
         self.space = self.limited(self.config)
 
     def _store(self, layout: Layout) -> Store:
-        # Nodes that share a directory boot at other times, so with leases, shards are flushed.
+        # Nodes that share a directory boot at other times: with leases, `publish` flushes the data.
         is_flushed = layout.grace is not None or self.config.fsync != "verify-after-boot"
         return Store(layout, verify_after_boot=not is_flushed)
 
@@ -98,6 +99,8 @@ class Tier:
 
     def check(self) -> bool:
         """Return whether the directory has a cache; ConfigError if it must not be used."""
+        if not self._is_located:
+            self._locate(read_manifest(self.config.dir))
         root.check_manifest(self.config)
         root.check_links(self.store.layout)
         return self.made is not None or root.is_cache(self.config.dir)
@@ -210,10 +213,10 @@ def job_limits(layout: Layout) -> dict[str, Any]:
     return limits if isinstance(limits, dict) else {}
 
 
-def lock_layout(tiers: Sequence[Tier], base: Path) -> Layout:
-    """Return the namespace in the last tier with the locks for the one at ``base``."""
-    last = tiers[-1].node
-    return last if any(base == tier.node.base for tier in tiers) else last.rank(base.name)
+def lock_layout(last: Tier, base: Path) -> Layout:
+    """Return the namespace in the ``last`` tier with the locks for the one at ``base``."""
+    is_rank = base.parent.name == "ranks" and base.parents[1].name == "v1"
+    return last.node.rank(base.name) if is_rank else last.node
 
 
 class Directories:
@@ -275,7 +278,7 @@ class Directories:
 
         ``base`` is the directory of the namespace, by default that of this process.
         """
-        layout = self.layout if base is None else lock_layout(self.tiers, base)
+        layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
         if layout.grace is not None:
             return KeyLease(layout, key)
         return KeyLock(layout.key_lock(key), layout.modes)

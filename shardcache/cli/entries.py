@@ -258,7 +258,7 @@ def _list_partials(cache: Cache) -> tuple[list[Row], Row, str]:
 def partials(cache: Cache) -> Iterator[Row]:
     """Yield a row for each partial of live and dead processes."""
     for store in cache.process.stores():
-        locks = lock_layout(cache.process.tiers, store.layout.base)
+        locks = lock_layout(cache.process.last_tier, store.layout.base)
         for partial in in_flight(store.layout):
             if not partial.key:
                 continue  # an entry that is being removed

@@ -347,7 +347,7 @@ def snapshots(cache: Cache) -> Iterator[Row]:
 def _waiting(cache: Cache) -> Iterator[Row]:
     """Yield the processes that wait for the download of another one."""
     for store in cache.process.stores():
-        locks = lock_layout(cache.process.tiers, store.layout.base)
+        locks = lock_layout(cache.process.last_tier, store.layout.base)
         for key, waiter in live_waits(store.layout):
             holder = read_holder(locks.holder(key))
             yield {

@@ -127,7 +127,7 @@ def _shown(value: Any) -> str:
         given = [*map(_shown, value.args), *(f"{n}={_shown(v)}" for n, v in value.kw.items())]
         return f"{value.f.__name__.strip('_')}({', '.join(given)})"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_shown, value))}{',' * (len(value) == 1)})"
     if isinstance(value, str | int | float | None):
         return repr(value)
     return f"{getattr(value, '__qualname__', type(value).__name__)}{_shuffle_of(value) or ''}"

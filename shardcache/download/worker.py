@@ -493,9 +493,7 @@ class Worker:
             logger.info("%s: %s came before %s, which is dropped", shard, came[0].name, own.name)
             partial.discard()
             return came[0]
-        # A network filesystem may report a failed write only when the file is flushed.
-        sync = config.fsync == "fsync" or tier.node.grace is not None
-        entry = tier.store.publish(partial, metadata, others, sync=sync)
+        entry = tier.store.publish(partial, metadata, others, sync=config.fsync == "fsync")
         partial.close()
         return entry
 

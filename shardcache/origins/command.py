@@ -86,12 +86,15 @@ class PipeBody:
         return count
 
     def _status(self) -> int | None:
-        # `Popen.wait` returns 0 if the program ignores SIGCHLD, or another part took the status.
         wait = partial(os.waitid, os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(Empty, ChildProcessError):
+        try:
             ended = threads.call(wait, self._timeout, "shardcache-command")
             return ended and ended.si_status
-        return None
+        except ChildProcessError:  # `Popen.wait` would return 0
+            text = "the exit status of the command is lost, because the program ignores SIGCHLD or "
+            raise TransientError(f"{text}waits for all children. Set SIGCHLD to SIG_DFL") from None
+        except Empty:
+            return None
 
     def abort(self) -> None:
         """Kill the command, so that a blocked `readinto` returns or raises."""

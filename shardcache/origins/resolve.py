@@ -255,8 +255,9 @@ class _Upstream:
             self._breaker.succeeded()
 
     def _write(self, shard: ShardURL, copy: ShardURL, data: Path, stated: dict[str, Any]) -> None:
-        """Write a copy unless the upstream has it or another program's: first its sidecar, because
-        data without one looks like another program's.
+        """Write a copy unless the upstream has it or another program's.
+
+        A sidecar without data is no copy, but data without its own sidecar would count as one.
         """
         (copied, found), record = self._look(copy), dict[str, Any]()
         with contextlib.suppress(TypeError, ValueError, RecursionError):
@@ -274,11 +275,14 @@ class _Upstream:
             with replacing(file) as new, replacing(Path(f"{file}{_SIDECAR}")) as beside:
                 shutil.copyfile(data, new)
                 beside.write_bytes(sidecar)
+                file.unlink(missing_ok=True)
             return
         import fsspec
 
         options = s3fs_options(self._options) if self._scheme == "s3" else self._options
         writer = fsspec.filesystem(self._scheme, **options)
         path = writer._strip_protocol(copy.raw)
+        if copied is not None:
+            writer.rm_file(path)
         writer.pipe_file(f"{path}{_SIDECAR}", sidecar)
         writer.put_file(os.fspath(data), path)

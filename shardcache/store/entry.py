@@ -347,6 +347,8 @@ class Store:
         partial. With ``sync``, everything is flushed to the disk (fsync). Raises LostError.
         """
         key, name = metadata.key, partial.data.name
+        if self._grace is not None:  # a network filesystem may report a failed write only now
+            os.fsync(partial.fd)
         partial.seal(metadata, self.layout.modes, sync=sync)
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
         others = [other for other in others if other != entry]

@@ -107,6 +107,9 @@ class UnusableError(ConfigError):
 def unusable(root: Path, exn: OSError) -> ConfigError:
     """Return the error for a directory that cannot be made or written."""
     path = exn.filename or root
+    if Path(path).name == MANIFEST:
+        fix = "Let this user read it, or point dir (--dir, SHARDCACHE_DIR) at another directory."
+        return ConfigError(f"{path} cannot be read ({exn.strerror or exn}). {fix}")
     how = f" (mount -o remount,rw {shlex.quote(str(path))})" if exn.errno == errno.EROFS else ""
     is_above = not Path(path).is_relative_to(root)
     text = f"{root} cannot be made, because " if is_above else ""

@@ -350,6 +350,27 @@ def test_a_copy_that_is_not_written_is_not_visible_and_fails_no_prewarm(
     assert ("it was not written within" in caplog.text) == hangs
 
 
+def test_a_replaced_copy_is_no_copy_until_the_new_one_is_there(
+    node, origin, nas, filled, monkeypatch
+):
+    copy, real = filled(), Path.replace
+    origin.objects[URL] = ALIKE  # as large
+
+    def replace(new, old):
+        if old == copy:
+            raise OSError(errno.EIO, "the server went away")
+        return real(new, old)
+
+    with monkeypatch.context() as patch, node(writable(nas)) as cache:
+        patch.setattr(Path, "replace", replace)
+        assert cache.open(URL).read() == DATA
+        assert cache.prewarm([URL], refresh=True).refreshed == 1
+    assert not copy.exists()
+    with node(writable(nas)) as other:
+        assert other.open(URL).read() == ALIKE
+    assert copy.read_bytes() == ALIKE
+
+
 def test_a_shard_is_not_evicted_while_it_is_copied(node, origin, nas, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     released, begun, real = threading.Event(), [], shutil.copyfile

@@ -427,7 +427,7 @@ class Worker:
             # Other shards may have taken the room that the dead process had reserved. The claimed
             # partial counts with its final size.
             try:
-                partial.prove(self._directories.layout.holder(shard.key))
+                partial.prove()
                 logger.info("%s: resuming at %d bytes", shard, partial.written)
                 size, policy = partial.metadata.info.size, tier.space.policy
                 with tier.space.reserved(shard, size, policy, exists=True):

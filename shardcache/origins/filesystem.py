@@ -254,11 +254,6 @@ class FsspecBody:
         """Make `readinto` raise TransientError, also if it is blocked."""
         self._results.put((None, [TransientError("the read was cancelled")]))
 
-    def __del__(self) -> None:
-        # A signal handler may have raised before the caller had this body.
-        if (sizes := vars(self).get("_sizes")) is not None:
-            sizes.put(None)
-
     def close(self) -> None:
         """Close the file, without waiting for it."""
         if self._sizes is not None:

@@ -229,7 +229,7 @@ class Pool:
         self._sources = self.options.get("sources") or {}
         # The offset of this file is the position in the queue. Helpers share it, and the kernel
         # changes it in one step, so no lock is needed that a killed process could hold. It does so
-        # only for a regular file that was opened by its name, such as Python's. Nobody reads it.
+        # only for a regular file that was opened by its name, such as Python's, which is not read.
         self._position = os.open("/proc/self/exe", os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._position).atexit = False  # threads may run on
         self._events: SimpleQueue[Started | Finished] = SimpleQueue()

@@ -243,19 +243,13 @@ class Partial:
             stack.pop_all()
         return partial
 
-    def prove(self, record: Path) -> None:
-        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others.
-
-        Touches the ``record`` of the lock's holder, so that other processes see progress.
-        """
+    def prove(self) -> None:
+        """Keep the recorded blocks whose bytes have the recorded digest, and forget the others."""
         total, buffer = self.metadata.info.size or 0, memoryview(bytearray(BLOCK))
         records, self._unproven = _records(self._unproven), b""
         for index, (digest, length) in zip(range(-(-total // BLOCK)), records, strict=False):
             block = buffer[: min(BLOCK, total - index * BLOCK)]
             count = os.preadv(self.fd, [block], index * BLOCK)
-            if index % 64 == 0:
-                with ignoring(OSError):
-                    os.utime(record)
             if length == count == len(block) and block_digest(block) == digest:
                 self.record(index, digest, length)
             elif length:

@@ -69,7 +69,7 @@ def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more
         assert os.listdir(layout.partial) == []  # useless, so removed
         return
     try:
-        partial.prove(partial.path)
+        partial.prove()
         found = partial.data.read_bytes()
         assert len(found) <= SIZE
         absent = list(partial.missing())
@@ -136,7 +136,7 @@ def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
     assert [found.live for found in in_flight(layout)] == [False]
     with no_descriptor_left():
         heir = Partial.claim(layout, partial.path, NAME)
-        heir.prove(heir.path)
+        heir.prove()
         assert heir.written == 2 * BLOCK and os.listdir(layout.partial) == [heir.path.name]
         fill(heir, DATA, iter([3, 2, 2]))  # a repeated block counts once
         assert heir.data.read_bytes() == DATA and heir.written == SIZE

@@ -155,7 +155,7 @@ class Tier:
         return True
 
     def failed(self, exn: OSError | ConfigError) -> None:
-        """Warn that the others do the work of this tier: from now on, if its disk is broken."""
+        """Warn that this tier is skipped. If its disk is broken, do not use it again."""
         if is_disk_fault(exn) and exn.errno not in _MAY_READ:
             self.made = None
         path, reason = self.config.dir, getattr(exn, "strerror", None) or exn

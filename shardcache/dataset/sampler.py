@@ -142,8 +142,8 @@ class ShardBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if it is the unfinished one."""
         if (epoch := checked_int("epoch", epoch, 0)) != self._start[0]:
-            self._start = epoch, 0
-        if epoch != self._taken[0]:
+            self._start = self._taken = epoch, 0
+        elif epoch != self._taken[0]:
             self._taken = self._start
 
     def __repr__(self) -> str:

@@ -45,7 +45,7 @@ __all__ = ["Worker", "evict_outdated", "refused_file"]
 
 logger = logging.getLogger(__name__)
 
-#: Downloads per node that ignore the lock of a stale holder, which must not cause a storm.
+#: Most processes of a node that download past a stale holder at once; more would be a storm.
 _PRIVATE = 2
 #: Downloads per node of shards that no reader needs yet: enough to keep a fast link busy.
 _AHEAD = 16
@@ -126,7 +126,7 @@ class Worker:
             and type(exn) not in PASSING
             and (other := next(self._sources, None))
         ):
-            source.failed(exn)
+            source.ended(exn)
             self._source, self._is_anew = other, not upstream
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:
@@ -339,6 +339,7 @@ class Worker:
                         lock.update(directories.holder()._replace(partial=partial.path.name))
                 transfer.receive(partial)
             metadata = transfer.finish()
+            source.ended()
             headers = _HEADERS if transfer.may_end_early else 0
             return self._publish(partial, metadata, headers=headers)
         except BaseException as exn:

@@ -21,6 +21,8 @@ from shardcache.urls import ShardURL, advise_brackets, unexpanded
 if TYPE_CHECKING:
     import socket
 
+    from shardcache.origins.connection import Transport
+
 #: HTTP statuses below 500 after which another attempt may succeed: timeouts and throttling.
 _TRANSIENT = frozenset({408, 425, 429})
 #: Server faults that last: not implemented, and an unknown HTTP version. All other statuses from
@@ -208,6 +210,7 @@ class Origin(Protocol):
     lists_pages: bool = False
     #: The name of the upstream that has this copy; "" for the origin itself.
     upstream: str = ""
+    transport: Transport | None = None  #: its connections, once there are any, if they are kept
     #: For an upstream, the version of its copy, and the tree digest if the upstream states it.
     stated: ObjectInfo | None = None
     digest: str | None = None
@@ -251,17 +254,13 @@ class Origin(Protocol):
         text = f"{directory}: {directory.scheme}:// cannot be listed. "
         raise ConfigError(f"{text}Write ranges as {{0000..0127}}.", url=str(directory))
 
-    def failed(self, exn: Exception) -> None:
-        """Count a fault of an upstream. After some, it is left alone for a while."""
+    def ended(self, exn: Exception | None = None) -> None:
+        """Note how reading a shard ended. After some faults, an upstream is not used for a while."""
         return
 
     def prepare(self) -> object:
         """Set up the client, if that takes time, so that the first request need not."""
         return None
-
-    def close_idle(self, most: int) -> int:
-        """Close idle connections while more than ``most`` are open; return how many are open."""
-        return 0
 
 
 def compare_version(origin: Origin, shard: ShardURL, info: ObjectInfo) -> None:

@@ -463,6 +463,7 @@ class Transport:
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
         self._most = math.inf  # the last argument of `close_idle`
+        self.used = 0.0  #: when the last request was sent, on the monotonic clock
         # Not at exit: threads may still read, and other files may get the sockets' descriptors.
         weakref.finalize(self, _close, self._open).atexit = False
 
@@ -488,7 +489,7 @@ class Transport:
             OSError: the connection failed, or no response came in time.
             MalformedError: the server, a header or the proxy's URL is malformed; nothing was sent.
         """
-        kept = self._take(server)
+        self.used, kept = time.monotonic(), self._take(server)
         connection = kept or self._connect(server)
         try:
             lines = [f"{name}: {value}" for name, value in headers.items()]

@@ -248,6 +248,7 @@ class WebOrigin(Origin):
     """Reads shards over HTTP; a `base.Origin`."""
 
     conditional = True  # each response states its version, which the download compares
+    transport: Transport
 
     def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
         if unused := options.keys() - _OPTIONS:
@@ -266,9 +267,6 @@ class WebOrigin(Origin):
     def stat(self, shard: ShardURL) -> ObjectInfo:
         """Return the current version of the object, without a checksum."""
         return stat(partial(self._request, "HEAD", shard, {}), partial(self.open, shard, 0, 1))
-
-    def close_idle(self, most: int) -> int:
-        return self.transport.close_idle(most)
 
     def _request(
         self, method: str, shard: ShardURL, headers: dict[str, str], route: Route | None = None

@@ -88,9 +88,10 @@ class Origins:
 
     def close_idle(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open; return how many are open."""
-        count = 0
-        for origin in [*self._made.values(), *(each.origin for each in self._upstreams)]:
-            count += origin.close_idle(max(0, most - count))
+        count, origins = 0, [*self._made.values(), *(each.origin for each in self._upstreams)]
+        transports = [origin.transport for origin in origins if origin.transport is not None]
+        for transport in sorted(transports, key=lambda each: -each.used):  # the last one keeps most
+            count += transport.close_idle(max(0, most - count))
         return count
 
     def sources(self, shard: ShardURL, size: int | None = None) -> Iterator[Origin]:
@@ -145,8 +146,8 @@ class UpstreamOrigin(Origin):
         self.upstream, self._origin = self._place.name, self._place.origin
         self.conditional = self._origin.conditional
 
-    def failed(self, exn: Exception) -> None:
-        self._place.failed(exn)
+    def ended(self, exn: Exception | None = None) -> None:
+        self._place.ended(exn)
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None
@@ -211,9 +212,8 @@ class _Upstream:
         try:
             copied, sidecar = self._look(copy)
         except (ShardCacheError, TransientError, VersionChangedError) as exn:
-            self.failed(exn)
+            self.ended(exn)
             return None
-        self._breaker.succeeded()
         if copied is None or not copied.size or size not in (None, copied.size):
             return None
         info, digest = copied, None
@@ -228,8 +228,11 @@ class _Upstream:
                 return None
         return UpstreamOrigin(self, copy, copied, info, digest)
 
-    def failed(self, exn: Exception) -> None:
-        """Count a fault. The first time that a job leaves the upstream alone is a warning."""
+    def ended(self, exn: Exception | None) -> None:
+        """Note a success or count a fault. The first pause of a job causes a warning."""
+        if exn is None:
+            self._breaker.succeeded()
+            return
         cause = exn.__cause__ if isinstance(exn, TransferError) else None
         reason = redact(str(cause or exn))
         if not self._breaker.failed():
@@ -248,11 +251,11 @@ class _Upstream:
             write = partial(self._write, shard, copy, data, stated)
             threads.call(write, seconds, "shardcache-put")
         except Empty:
-            self.failed(OSError(f"it was not written within {seconds:.0f} s"))
+            self.ended(OSError(f"it was not written within {seconds:.0f} s"))
         except Exception as exn:  # noqa: BLE001 - every filesystem has its own exceptions
-            self.failed(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
+            self.ended(OSError(redact(f"it cannot be written: {type(exn).__name__}: {exn}")))
         else:
-            self._breaker.succeeded()
+            self.ended(None)
 
     def _write(self, shard: ShardURL, copy: ShardURL, data: Path, stated: dict[str, Any]) -> None:
         """Write a copy unless the upstream has it or another program's.

@@ -151,6 +151,7 @@ class S3Origin(Origin):
     conditional = True
     states_checksums = True
     lists_pages = True
+    transport: Transport
 
     def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
         self._options = dict(options)
@@ -181,9 +182,6 @@ class S3Origin(Origin):
                 )
                 self._store = store
             return self._store
-
-    def close_idle(self, most: int) -> int:
-        return 0 if self._store is None else self.transport.close_idle(most)
 
     def _keys(self, shard: ShardURL) -> Any:
         """Return the credentials for a request, and renew them before they expire."""

@@ -157,7 +157,7 @@ def make_plan(
     entries = list(cache.entries())
     stored = {entry.key for entry in entries}
     process = cache.process
-    compared = [shard for shard in shards if sources or (refresh and shard.key in stored)]
+    compared = [s for s in shards if s.key in sources or (refresh and s.key in stored)]
     if refresh and compared:
         process.prepare()
     compare = partial(_compare, process, sources)
@@ -235,9 +235,9 @@ def _compare(
 ) -> frozenset[str] | Exception:
     """Return the outdated versions of a shard, or why it or its file cannot be used."""
     try:
-        if not sources:
+        if (source := sources.get(shard.key)) is None:
             return _outdated_versions(process, shard)
-        source, info = sources[shard.key], _latest(process, shard)
+        info = _latest(process, shard)
         with open_file(source) as file:
             is_object = identify(file.fileno(), info)
             return frozenset() if is_object else refused_file(shard, source, info)

@@ -298,7 +298,7 @@ class OriginReader:
             except (ShardCacheError, system_error()) as exn:
                 if not self._origin.upstream:
                     raise
-                self._origin.failed(exn)
+                self._origin.ended(exn)
             self._use_next_source()
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int:
@@ -325,6 +325,7 @@ class OriginReader:
         self._version = self._version or self._info.version
         self._cache.counters.read(count, self._counter)
         if self._position == self._size:
+            self._origin.ended()
             self.close()  # so that the connection is free before the stream is closed
         self._read_at = clock.monotonic()
         return count

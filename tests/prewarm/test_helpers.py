@@ -154,10 +154,12 @@ def test_no_helper_downloads_before_the_plan_is_reported(tmp_path, hundred):
         (lambda cache, url: cache.open(url).close(), 1),  # which counts in the background
         (lambda cache, url: faulthandler.dump_traceback_later(PATIENCE), 1),  # in a native thread
         (lambda cache, url: threading.Thread(target=time.sleep, args=[3], daemon=True).start(), 0),
+        # as a worker of a DataLoader, which may have no children
+        (lambda cache, url: multiprocessing.current_process()._config.update(daemon=True), 0),
     ],
-    ids=["threads of shardcache", "a native thread", "a thread of the program"],
+    ids=["threads of shardcache", "a native thread", "a thread of the program", "a daemon"],
 )
-def test_only_threads_of_the_program_forbid_helpers(tmp_path, hundred, start, most):
+def test_only_threads_of_the_program_and_daemons_forbid_helpers(tmp_path, hundred, start, most):
     def work(_):
         forks, options = [], {"processes": 2}
         options["on_event"] = lambda event: forks.append(len(helpers()))
@@ -168,15 +170,6 @@ def test_only_threads_of_the_program_forbid_helpers(tmp_path, hundred, start, mo
             return forks[0], report.failed
 
     assert together(1, work) == [(most, 0)]
-
-
-def test_a_process_that_may_have_no_children_downloads_alone(tmp_path, urls):
-    def work(number):
-        multiprocessing.current_process()._config["daemon"] = True  # as in a DataLoader's worker
-        with Cache(tmp_path / "cache") as cache:
-            return len(prewarm(cache, urls, processes=2).failures)
-
-    assert together(1, work) == [0]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -103,28 +103,17 @@ def test_another_rank_takes_over_from_one_without_a_heartbeat(tmp_path, number):
             assert first.hear() == "heir"  # the first outcome counts
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_another_rank_takes_over_from_an_interrupted_one(tmp_path, kind):
+def test_another_rank_takes_over_from_an_interrupted_one(tmp_path, monkeypatch, kind, early):
     def interrupted():
         raise kind
 
-    where = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}
+    where, real = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}, threads.start
+    if early:  # by a signal handler, as soon as the thread that sends heartbeats runs
+        monkeypatch.setattr(threads, "start", lambda *args: (real(*args), interrupted()))
     with pytest.raises(kind):
-        sync.once("k", interrupted, **where)
-    assert sync.once("k", lambda: "done", **where) == "done"
-
-
-def test_another_rank_takes_over_if_a_signal_handler_raises_early(tmp_path, monkeypatch):
-    real = threads.start
-
-    def start(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
-    where = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}
-    monkeypatch.setattr(threads, "start", start)
-    with pytest.raises(KeyboardInterrupt):
-        sync.once("k", print, **where)
+        sync.once("k", print if early else interrupted, **where)
     monkeypatch.undo()
     assert sync.once("k", lambda: "done", **where) == "done"
 

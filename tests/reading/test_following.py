@@ -72,13 +72,8 @@ def test_reading_begins_with_the_whole_shard(make_cache, origin, more, options, 
     if "locks" in options:
         assert cache.open(URL).read(10) == DATA[:10]
         cache = one(make_cache, **options)
-
-    def begin():
-        with cache.open(URL) as stream:
-            return stream.read(10)
-
     with ThreadPoolExecutor() as pool:
-        beginning = pool.submit(begin)
+        beginning = pool.submit(lambda: cache.open(URL).read(10))
         wait_until(lambda: origin.delivered >= 2 * BLOCK)
         with pytest.raises(TimeoutError):
             beginning.result(0.1)

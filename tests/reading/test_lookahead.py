@@ -119,18 +119,12 @@ def test_cached_shards_ahead_are_not_evicted(make_cache):
 
 
 @pytest.mark.parametrize("error", [TransferError("reset"), OSError(errno.EIO, "no disk")])
-def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, origin, monkeypatch, error):
-    cache, errors, real = make_cache(prefetch=1, attempts=1), [error], origin.open
-
-    def failing(shard, *arguments):
-        if str(shard) == URLS[1] and errors:
-            raise errors.pop()
-        return real(shard, *arguments)
-
-    monkeypatch.setattr(origin, "open", failing)
+def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, origin, error):
+    cache = make_cache(prefetch=1, attempts=1)
+    origin.faults += [Fault(), Fault(after=None, error=error)]  # the second one of URLS[1]
     samples = cache.url_opener(URLS[:2])
     assert next(samples)["stream"].read() == DATA[0]
-    wait_until(lambda: not errors and not running())
+    wait_until(lambda: not origin.faults and not running())
     if isinstance(error, TransferError):
         with pytest.raises(TransferError, match="reset"):
             next(samples)

@@ -24,6 +24,9 @@ from tests.support.storetools import PATIENCE, descriptors, no_descriptor_left, 
 from tests.support.tars import make_tar
 from tests.support.webservers import part_of
 
+# Python drops what a handler raises in a finalizer.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 DATA = make_tar(1, members=50, size=40_000)
 HERE = str(Path(shardcache.__file__).parent)
 
@@ -61,7 +64,6 @@ def url(files):
     return f"{files.url}/a.tar"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "error",
     [
@@ -83,10 +85,7 @@ def url(files):
 def test_a_handler_may_raise_in_a_read(
     make_cache, files, url, monkeypatch, source, size, step, error
 ):
-    """A handler may raise after each call. Python itself drops what is raised in a finalizer.
-
-    After an error with a number, which may be taken for one of the network, reading may fail.
-    """
+    """After an error with a number, which may be taken for one of the network, reading may fail."""
     dropped = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
     cache = make_cache(max_size=1000 if source == "past" else None)
@@ -120,7 +119,6 @@ def test_a_handler_may_raise_in_a_read(
         dropped.clear()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 @pytest.mark.parametrize("most", [None, 1000])
 def test_no_error_of_a_handler_is_taken_for_another(make_cache, url, error, most):
@@ -224,7 +222,6 @@ CALLS = {opening: 5, opening_a_cached_shard: 1, counting: 3}
 CALLS |= {requesting: 1, starting_a_thread: 1, undivided_work: 1}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python: threads and a fork
 @pytest.mark.parametrize(("made", "step"), CALLS.items())
 def test_a_handler_may_end_a_call_at_any_moment(make_cache, url, monkeypatch, made, step):

@@ -244,22 +244,6 @@ def test_an_outdated_version_is_not_linked(make_cache, origin, monkeypatch, newe
     assert len(origin.requests) == 2
 
 
-def test_a_refresh_ignores_an_outdated_upstream_copy_and_replaces_it(make_cache, origin, tmp_path):
-    near = {"url": str(tmp_path / "near"), "write_back": True}
-    first = make_cache(upstreams=[near])
-    assert read(first) == OLD
-    first.close()  # waits for the copy
-    other = make_cache(dir=tmp_path / "another node", upstreams=[near])
-    assert read(other) == OLD
-    assert len(origin.requests) == 1
-    origin.objects[URL] = NEW
-    refresh(other)
-    assert [read(other), read(other)] == [NEW, NEW]
-    assert len(origin.requests) == 2
-    other.close()
-    assert (tmp_path / "near/lab/a.tar").read_bytes() == NEW
-
-
 @pytest.mark.locks_work("flock")
 def test_a_refresh_without_a_tier_is_made_good_by_one_with_it(make_cache, origin, tmp_path):
     tiers = [{"dir": tmp_path / "ram", "min_free": 0}]

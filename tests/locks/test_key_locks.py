@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from shardcache.locks.keys import Holder, KeyLease
 from tests.support import caches
 from tests.support.storetools import BLOCK, damage, wait_until
 from tests.support.tars import make_tar
@@ -14,19 +13,17 @@ BIG = make_tar(1, 400, 3500)
 CROSSED = ["plain", "tiers", "isolation", "locks", "tiers isolation", "tiers locks"]
 
 
-@pytest.fixture(params=CROSSED)
-def make(request, make_cache, tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDCACHE_JOB", "j7")
+@pytest.mark.locks_work
+@pytest.mark.parametrize("names", CROSSED)
+def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(
+    make_cache, origin, tmp_path, set_variables, names
+):
+    set_variables(SHARDCACHE_JOB="j7")
     tiers = [{"dir": tmp_path / "ram", "min_free": 0}]
     options = {"tiers": tiers, "isolation": "job", "locks": "lease"}
-    given = {name: value for name, value in options.items() if name in request.param}
-    return lambda: make_cache(**given)
-
-
-@pytest.mark.locks_work
-def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(make, origin, tmp_path):
+    given = {name: value for name, value in options.items() if name in names}
     origin.objects[URL], origin.states_checksums = BIG, False
-    cache, other = make(), make()
+    cache, other = make_cache(**given), make_cache(**given)
     assert caches.read(cache, URL) == BIG
     damage(cache.entry(URL).data)
     origin.objects[URL] = make_tar(2, 400, 3500)
@@ -42,9 +39,3 @@ def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(make, origin, 
         refresh.join()
     assert caches.read(cache, URL) == origin.objects[URL]
     wait_until(lambda: not list(tmp_path.rglob("locks/??/*")))  # the download leaves no lock file
-
-
-def test_a_lease_needs_no_thread(layout, no_threads):
-    lease, holder = KeyLease(layout, "a" * 32), Holder.this_process()
-    assert lease.try_acquire(holder)
-    lease.release()

@@ -12,6 +12,7 @@ from shardcache.cache import Cache
 from shardcache.files import IDLE_GRACE
 from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease, remove_locks
+from tests.support.caches import read
 from tests.support.disktools import needs_root
 from tests.support.storetools import Parent, age, forked, layout_of, wait_until
 from tests.support.tars import make_tar
@@ -23,6 +24,12 @@ ME = Holder(1, "node-1", 0, "job", 1.0)
 @pytest.fixture
 def layout(layout: Layout) -> Layout:
     return replace(layout, grace=IDLE_GRACE)
+
+
+def test_a_lease_needs_no_thread(layout, no_threads):
+    lease = KeyLease(layout, KEY)
+    assert lease.try_acquire(ME)
+    lease.release()
 
 
 def test_a_lease_is_granted_where_the_file_is_no_valid_lease(tmp_path, layout):
@@ -85,8 +92,7 @@ def test_two_nodes_download_a_shard_once(s3, bucket, proxy, s3_environment, tmp_
         with Cache(tmp_path / "cache", locks="lease", min_free=0) as cache:
             parent.hear()
             for name, data in shards.items():
-                with cache.open(f"s3://{bucket}/{name}") as stream:
-                    assert stream.read() == data
+                assert read(cache, f"s3://{bucket}/{name}") == data
             parent.say([name.split("-")[0] for name in os.listdir("/dev/shm")])
 
     with forked(node) as first, forked(node) as second:

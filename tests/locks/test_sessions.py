@@ -32,10 +32,6 @@ DATA = make_tar(1, size=400_000)
 WAITER = Holder(12, "node-7", 5, None, 1_000_010.0, url=URL)
 
 
-def names(layout) -> list[str]:
-    return os.listdir(layout.sessions)
-
-
 @pytest.mark.locks_work
 def test_sessions_of_live_and_stopped_processes_count(layout) -> None:
     def work(parent: Parent) -> None:
@@ -51,13 +47,13 @@ def test_sessions_of_live_and_stopped_processes_count(layout) -> None:
             assert sorted(live_sessions(layout)) == [1000.5, 2000.0]
             assert list(live_waits(layout)) == [(KEY, WAITER)]
             child.kill()
-            assert list(live_waits(layout)) == [] and theirs < set(names(layout))
+            assert list(live_waits(layout)) == [] and theirs < set(os.listdir(layout.sessions))
             assert live_sessions(layout) == [2000.0]
         remove_dead(layout)
-        assert names(layout) == [young.path.name]
+        assert os.listdir(layout.sessions) == [young.path.name]
         young.close()
         young.close()
-    assert live_sessions(layout) == names(layout) == []
+    assert live_sessions(layout) == os.listdir(layout.sessions) == []
 
 
 def test_without_flock_a_new_session_of_an_old_job_is_live(layout, monkeypatch):

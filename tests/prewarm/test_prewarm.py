@@ -55,10 +55,6 @@ def fill(origin):
     return fill
 
 
-def requested(origin):
-    return {url for url, *_ in origin.requests}
-
-
 def outcomes(report):
     marks = {"failed": "F", "not_started": "-", "fetched": ".", "cached": "c", "left_out": "o"}
     return "".join(marks[result.outcome] for result in report.results)
@@ -212,7 +208,7 @@ def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(
         origin.faults.append(Fault(after=None if error else 10**9, error=error))
     report = make_cache().prewarm(urls, jobs=1, max_failures=6)
     assert (outcomes(report), report.stopped) == (expected, stopped)
-    assert len(requested(origin)) == len(expected.replace("-", ""))
+    assert len({url for url, *_ in origin.requests}) == len(expected.replace("-", ""))
 
 
 @pytest.mark.parametrize("idle", [True, False])
@@ -299,7 +295,7 @@ def test_a_full_cache_ends_the_run_unless_best_effort(
     monkeypatch.setattr("shardcache.prewarm.run._MISFITS", 3)
     more = fill(names(10, "more"))
     assert outcomes(make_cache(max_size=limit).prewarm(more, jobs=1, best_effort=True)) == 10 * "o"
-    assert len(requested(origin)) == 3
+    assert len({url for url, *_ in origin.requests}) == 3
 
 
 @pytest.mark.locks_work("answers")

@@ -38,9 +38,7 @@ def job(parent: Parent, shop: Shop, options: dict[str, Any]) -> None:
     """Read each shard that the parent sends, until it sends None."""
     with shop.cache(**options) as cache:
         while (url := parent.hear()) is not None:
-            with cache.open(url) as stream:
-                right = stream.read() == Path(url).read_bytes()
-            parent.say((right, url in cache))
+            parent.say((read(cache, url) == Path(url).read_bytes(), url in cache))
     parent.say()
 
 

@@ -16,6 +16,7 @@ from shardcache.errors import ConfigError
 from shardcache.files import is_directory
 from shardcache.layout import MANIFEST, Layout
 from shardcache.store.root import is_cache, make_root
+from tests.support.caches import read
 from tests.support.storetools import PATIENCE, begun, layout_of, make_store, publish, together, tree
 from tests.support.tars import make_tar
 
@@ -112,9 +113,7 @@ def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, 
     (root / MANIFEST).write_text(json.dumps(manifest))
     before = tree(root / "v2"), (root / MANIFEST).read_bytes()
     cache = make_cache(dir=root)
-    with cache.open(URL) as stream:
-        assert stream.read() == shard
-    assert len(list(cache.entries())) == 1
+    assert read(cache, URL) == shard and len(list(cache.entries())) == 1
     assert cache.remove(URL)[0] == len(shard)
     cache.clean(everything=True, orphans=True)
     assert (tree(root / "v2"), (root / MANIFEST).read_bytes()) == before

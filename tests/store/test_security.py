@@ -127,8 +127,7 @@ def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache, 
         cache.remove(URL)
         assert command("--dir", cache.dir, "clean", "--all", "-y")[0] == 0
         assert command("--dir", cache.dir, "clean", "--orphans")[0] == 0
-        with cache.open(URL) as stream:
-            assert stream.read() == SHARD
+        assert read(cache, URL) == SHARD
     for path in kept:
         assert path.read_bytes() == b"precious", path
     live.close()

@@ -7,16 +7,15 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.support.storetools import PATIENCE, crowd, forked
+from tests.support.storetools import PATIENCE, crowd, forked, together
 
 
 @pytest.fixture
-def meet(tmp_path, monkeypatch):
+def meet(tmp_path, set_variables):
     """Call the barrier as one rank of a world."""
 
     def meet(number: int, size: int, name: str = "b", **options) -> None:
-        monkeypatch.setenv("RANK", str(number))
-        monkeypatch.setenv("WORLD_SIZE", str(size))
+        set_variables(RANK=number, WORLD_SIZE=size)
         sync.barrier(name, **{"dir": tmp_path, "job": "j", "timeout": PATIENCE, **options})
 
     return meet
@@ -88,10 +87,10 @@ def test_a_signal_handler_may_raise_while_a_rank_waits(meet):
     def late(number, frame):
         raise RuntimeError("too late")
 
-    before = signal.signal(signal.SIGALRM, late)
-    try:
+    def wait(_):
+        signal.signal(signal.SIGALRM, late)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(RuntimeError, match="too late"):
             meet(0, 2)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+
+    together(1, wait)

@@ -144,16 +144,15 @@ def test_a_timeout_names_the_runner_and_a_retry_joins_the_run(tmp_path):
     assert sync.once("k", lambda: "a new run", **where) == "a new run"
 
 
-def test_ranks_on_several_nodes_need_a_job_and_a_directory(monkeypatch, tmp_path, ran):
-    for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
-        monkeypatch.setenv(name, value)
+def test_ranks_on_several_nodes_need_a_job_and_a_directory(set_variables, tmp_path, ran):
+    set_variables(RANK=3, WORLD_SIZE=16, LOCAL_WORLD_SIZE=8)
     with pytest.raises(ConfigError, match="no name in common.*set SHARDCACHE_JOB"):
         sync.once("k", ran)
-    monkeypatch.setenv("SHARDCACHE_JOB", f"job-{os.getpid()}")
+    set_variables(SHARDCACHE_JOB=f"job-{os.getpid()}")
     with pytest.raises(ConfigError, match="store. Pass dir=, or set SHARDCACHE_SYNC_DIR"):
         sync.once("k", ran)
     assert ran.count() == 0
-    monkeypatch.setenv("SHARDCACHE_SYNC_DIR", str(tmp_path / "shared"))
+    set_variables(SHARDCACHE_SYNC_DIR=tmp_path / "shared")
     assert sync.once("k", ran, 1) == 1
     assert (tmp_path / "shared" / ".shardcache-sync").is_dir()
 
@@ -162,10 +161,9 @@ def test_work_runs_if_no_thread_can_start(tmp_path, ran, no_threads):
     assert sync.once("k", ran, 1, dir=tmp_path) == 1
 
 
-def test_once_per_node_runs_on_each_node(monkeypatch, tmp_path, ran):
+def test_once_per_node_runs_on_each_node(monkeypatch, set_variables, tmp_path, ran):
     monkeypatch.setattr("shardcache.sync.node_directory", lambda name: tmp_path / "node")
-    for name, value in {"SHARDCACHE_JOB": "job", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    set_variables(SHARDCACHE_JOB="job", WORLD_SIZE=16, LOCAL_RANK=1)
 
     def rank(number):
         os.environ["RANK"] = str(number)

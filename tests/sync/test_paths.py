@@ -57,9 +57,8 @@ def test_a_wait_is_announced_and_its_end_names_missing_paths(clock, caplog, tmp_
     assert 35 < len(clock.naps) < 120 and caught.value.waited == pytest.approx(35, abs=0.01)
 
 
-def test_invalid_arguments_are_refused_before_anything_is_created(tmp_path, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+def test_invalid_arguments_are_refused_before_anything_is_created(tmp_path, set_variables):
+    set_variables(RANK=0, WORLD_SIZE=2)
     once = partial(sync.once, "k", print, dir=tmp_path, job="j")
     barrier = partial(sync.barrier, dir=tmp_path, job="j")
     paths = [partial(call, tmp_path / "x") for call in (sync.makedirs, sync.wait_for)]

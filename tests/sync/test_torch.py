@@ -31,10 +31,6 @@ def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return [type(exn).__name__, str(exn), getattr(exn, "missing", None)]
 
 
-def fail() -> None:
-    raise ValueError("no such model")
-
-
 def rank(parent: Parent, number: int, port: int) -> None:
     """Be one of two ranks: both report, then rank 1 works, and rank 0 takes over from it."""
 
@@ -49,7 +45,7 @@ def rank(parent: Parent, number: int, port: int) -> None:
     parent.say([sync.rank(), sync.world_size()])
     parent.say([sync.once(key, os.getpid) for key in "kkl"])
     parent.say([sync.once("k", lambda: n, again=True) for n in range(3)])  # noqa: B023
-    parent.say(attempt(sync.once, "f", fail))
+    parent.say(attempt(sync.once, "f", float, "no such number"))
     for _ in range(30):
         sync.barrier("b", timeout=PATIENCE)
     parent.say(next(iter(torch_data.DataLoader(Asking(), batch_size=None, num_workers=1))))
@@ -76,8 +72,8 @@ def test_ranks_of_torch_communicate_through_its_store(tmp_path, monkeypatch):
         assert works[0][0] == works[0][1]
         assert agains == ([0, 1, 2], [0, 1, 2])
         other, own = sorted(failures)
-        assert own == ["ValueError", "no such model", None]
-        assert other[0] == "OnceError" and "ValueError: no such model" in other[1]
+        assert own[0] == "ValueError" and "'no such number'" in own[1]
+        assert other[0] == "OnceError" and f"ValueError: {own[1]}" in other[1]
         assert [[int(n) for n in worker] for worker in workers] == [[0, 2, 1], [1, 2, 1]]
         kind, text, missing = lates[0]
         assert (kind, missing) == ("BarrierTimeoutError", [1])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,17 @@ def tier(cache: Cache, ram: Path, url: str) -> str | None:
     return path and ("ram" if ram in path.parents else "home")
 
 
+def cli(shop: Shop, *words: str, **environment: str) -> str:
+    code, text = command("--dir", shop.path, *words, SHARDCACHE_CACHE_LOCAL="1", **environment)
+    assert code == 0, text
+    return text
+
+
 @needs_root
 @pytest.mark.parametrize("problem", ["a file", "read-only", "read-only later"])
 def test_jobs_and_commands_go_on_without_a_tier_that_fails(shop, ram, caplog, problem):
     is_read, url = problem == "read-only later", shop.urls[1]
-
-    def run(*words: str) -> str:
-        tiers = {"SHARDCACHE_TIERS": str(ram / "cache"), "SHARDCACHE_CACHE_LOCAL": "1"}
-        code, text = command("--dir", shop.path, *words, **tiers)
-        assert code == 0, text
-        return text
-
+    run = partial(cli, shop, SHARDCACHE_TIERS=str(ram / "cache"))
     with disk(ram, "size=8m"):
         if problem == "a file":
             (ram / "cache").write_text("a file")
@@ -69,20 +70,13 @@ def test_jobs_and_commands_go_on_without_a_tier_that_fails(shop, ram, caplog, pr
         assert f"verified {is_read:d} shard" in run("verify")  # not that of `dir`
 
 
-def test_commands_use_the_tiers_of_a_prewarm_and_count_a_shared_disk_once(shop, ram, tmp_path):
-    variables = {"SHARDCACHE_TIERS": f"{ram}=1GB", "SHARDCACHE_CACHE_LOCAL": "1"}
-
-    def run(*words: str, **more: str) -> str:
-        code, text = command("--dir", tmp_path / "home", *words, **more)
-        assert code == 0, text
-        return text
-
-    alone = run("prewarm", "-n", "--json", shop.urls[0], SHARDCACHE_CACHE_LOCAL="1")
-    both = run("prewarm", "-n", "--json", shop.urls[0], **variables)
-    free = [json.loads(text)["summary"]["plan"]["free_bytes"] for text in (alone, both)]
+def test_commands_use_the_tiers_of_a_prewarm_and_count_a_shared_disk_once(shop, ram):
+    tiers, plan = {"SHARDCACHE_TIERS": f"{ram}=1GB"}, ("prewarm", "-n", "--json", shop.urls[0])
+    plans = [json.loads(text) for text in (cli(shop, *plan), cli(shop, *plan, **tiers))]
+    free = [found["summary"]["plan"]["free_bytes"] for found in plans]
     assert free[1] == pytest.approx(free[0], rel=0.01)
-    run("prewarm", "-q", shop.urls[0], **variables)
-    assert "1 shard" in run("ls")
+    cli(shop, "prewarm", "-q", shop.urls[0], **tiers)
+    assert "1 shard" in cli(shop, "ls")
 
 
 def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
@@ -173,12 +167,7 @@ def test_a_shard_is_evicted_only_if_no_tier_has_free_room(shop, ram, policy):
 def test_commands_find_the_tiers_of_a_job(shop, ram):
     with opened(shop, ram, shop.room(2), max_size=shop.room(14)) as cache:
         cache.prewarm(shop.urls)
-
-    def run(*words: str) -> str:
-        code, text = command("--dir", shop.path, *words, SHARDCACHE_CACHE_LOCAL="1")
-        assert code == 0
-        return text
-
+    run = partial(cli, shop)
     assert "on disk (50%)" in run("ls")  # of the limits of both tiers
     with shop.cache() as later:
         assert later.path(shop.urls[0]) is None and read(later, shop.urls[5])

@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from shardcache import Cache
 from shardcache.locks.keys import Holder
 from shardcache.locks.sessions import Session, live_sessions, live_waits, remove_dead
 from shardcache.urls import parse_url
+from tests.support.caches import read
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import (
@@ -79,18 +79,15 @@ print(sum(name.endswith(".session") for name in found))
 
 
 @needs_root
-def test_a_job_gets_a_session_once_the_disk_can_be_written(tmp_path):
-    files, options = [tmp_path / f"{n}.tar" for n in range(2)], {"min_free": 0, "cache_local": True}
-    for file in files:
-        file.write_bytes(DATA)
-    with disk(tmp_path / "disk", "size=16m") as root:
-        with Cache(root / "cache", **options) as cache:
-            cache.fetch(str(files[0]))
-        remount(root, "ro")
-        with Cache(root / "cache", **options) as cache:
-            assert cache.open(str(files[0])).read() == DATA
-            remount(root, "rw")
-            cache.fetch(str(files[1]))
+def test_a_job_gets_a_session_once_the_disk_can_be_written(shop):
+    with disk(shop.path, "size=16m"):
+        with shop.cache() as cache:
+            cache.fetch(shop.urls[0])
+        remount(shop.path, "ro")
+        with shop.cache() as cache:
+            assert len(read(cache, shop.urls[0])) == shop.size
+            remount(shop.path, "rw")
+            cache.fetch(shop.urls[1])
             assert len(live_sessions(layout_of(cache.dir))) == 1
 
 

@@ -8,21 +8,17 @@ from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, Shar
 from shardcache.prewarm import Outcome, Share
 from shardcache.prewarm.ray import NodeReport, _prewarm_here, prewarm_nodes
 from shardcache.process import ProcessCache
-from tests.support.tars import make_tar
 
 
 @pytest.fixture
-def node(tmp_path, monkeypatch):
-    """Run the task on four shards of a cached mount; returns its report, which Ray pickles."""
+def node(shop, monkeypatch):
+    """Run the task on four shards of a slow mount; returns its report, which Ray pickles."""
     monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
-    (tmp_path / "data").mkdir()
-    for number in range(4):
-        (tmp_path / "data" / f"{number}.tar").write_bytes(make_tar(number))
 
     def node(spec="{0..3}.tar", share=None, **settings):
-        settings = {"dir": tmp_path / "cache", **settings}
+        settings = {"dir": shop.path, **settings}
         empty = NodeReport("node-a", 0, interrupted=True)
-        report = _prewarm_here(empty, [f"file://{tmp_path}/data/{spec}"], settings, None, {}, share)
+        report = _prewarm_here(empty, [f"file://{shop.origin}/{spec}"], settings, None, {}, share)
         return pickle.loads(pickle.dumps(report))
 
     return node

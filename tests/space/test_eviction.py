@@ -23,7 +23,6 @@ def shelves(draw: st.DrawFn) -> list[Entry]:
     ]
 
 
-NEEDED = (Reason.MAX_SIZE, Reason.MIN_FREE)
 limits_ = st.builds(
     Limits,
     max_size=st.none() | st.integers(0, 500),
@@ -40,18 +39,15 @@ def test_a_plan_evicts_the_least_recently_used(entries, limits, reserved, since,
     busy = data.draw(st.sets(st.sampled_from(entries))) if entries else set()
     checked: list[Entry] = []
 
-    def in_use(entry: Entry) -> bool:
-        checked.append(entry)
-        return entry in busy
-
     def used(entry: Entry) -> float:
         return 0.0 if entry.used > NOW else entry.used  # an impossible date
 
     def old(entry: Entry) -> bool:
         return limits.max_age is not None and NOW - used(entry) > limits.max_age
 
-    policy = POLICIES["lru"]
-    found = plan(entries, limits, policy, NOW, since=since, reserved=reserved, in_use=in_use)
+    options = {"since": since, "reserved": reserved}
+    options["in_use"] = lambda entry: checked.append(entry) or entry in busy
+    found = plan(entries, limits, POLICIES["lru"], NOW, **options)
     gone = [entry for removal in found.removed for entry in removal.entries]
     kept = [entry for entry in entries if entry not in gone]
 
@@ -68,7 +64,8 @@ def test_a_plan_evicts_the_least_recently_used(entries, limits, reserved, since,
 
     # Entries are evicted in order, and the last one was needed.
     assert [used(entry) for entry in gone] == sorted(map(used, gone))
-    needed = [one.entries[0] for one in found.removed if one.reason in NEEDED]
+    stated = Reason.MAX_SIZE, Reason.MIN_FREE
+    needed = [one.entries[0] for one in found.removed if one.reason in stated]
     if limits.everything or found.missing:
         assert set(gone) == set(free)
     elif needed:

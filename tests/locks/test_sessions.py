@@ -16,14 +16,7 @@ from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.clitools import run_process
 from tests.support.disktools import disk, needs_root, remount
-from tests.support.storetools import (
-    Parent,
-    forked,
-    layout_of,
-    no_descriptor_left,
-    refusing,
-    wait_until,
-)
+from tests.support.storetools import forked, layout_of, no_descriptor_left, refusing, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
@@ -34,7 +27,7 @@ WAITER = Holder(12, "node-7", 5, None, 1_000_010.0, url=URL)
 
 @pytest.mark.locks_work
 def test_sessions_of_live_and_stopped_processes_count(layout) -> None:
-    def work(parent: Parent) -> None:
+    def work(parent):
         mine = Session(layout, 1000.5), Session(layout, 0.0, (KEY, WAITER))
         parent.say({session.path.name for session in mine})
         parent.hear()
@@ -106,7 +99,7 @@ def test_invalid_records_of_waiting_processes_are_ignored(layout) -> None:
 def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monkeypatch, run):
     origin.objects[URL] = DATA
 
-    def fetch(parent: Parent) -> None:
+    def fetch(parent):
         make_cache(validate=lambda path: (parent.say(os.getpid()), parent.hear())).fetch(URL)
 
     with forked(fetch) as child:

@@ -12,9 +12,9 @@ from tests.support.webservers import Files, running
 DATA = make_tar(1, members=3, size=BLOCK)
 
 
-@pytest.fixture
-def reach(tmp_path, monkeypatch, context, authority):
-    """Returns a function that makes a cache and the URL of a shard. Only one kind is stored."""
+@pytest.fixture(params=["http", "https", "file", "upstream", "pipe", "download"])
+def reached(request, tmp_path, monkeypatch, context, authority):
+    """A kind of source, a cache, and the URL of a shard. Only one kind is stored."""
     with running(Files()) as plain, running(Files(), context) as tls:
         plain.files["/a.tar"] = tls.files["/a.tar"] = DATA
         path = tmp_path / "nas" / plain.url.removeprefix("http://") / "a.tar"
@@ -29,21 +29,16 @@ def reach(tmp_path, monkeypatch, context, authority):
             "pipe": (f"pipe:cat {path} | tail -c +1", {"allow_schemes": ["pipe"]}),
             "download": (f"{plain.url}/a.tar", {"min_free": 0}),
         }
-
-        def make(kind):
-            url, options = kinds[kind]
-            if kind == "download":
-                threading.Timer(0.3, plain.hold("/a.tar", 3 * BLOCK + 5).set).start()
-            given = {"min_free": "1000TB", "attempts": 1, **options}
-            return Cache(tmp_path / "cache", **given), url
-
-        yield make
+        url, options = kinds[request.param]
+        if request.param == "download":
+            threading.Timer(0.3, plain.hold("/a.tar", 3 * BLOCK + 5).set).start()
+        given = {"min_free": "1000TB", "attempts": 1, **options}
+        yield request.param, Cache(tmp_path / "cache", **given), url
 
 
 @pytest.mark.parametrize("order", ["parent first", "child first", "child closes"])
-@pytest.mark.parametrize("kind", ["http", "https", "file", "upstream", "pipe", "download"])
-def test_parent_and_child_both_read_the_rest(reach, kind, order):
-    cache, url = reach(kind)
+def test_parent_and_child_both_read_the_rest(reached, order):
+    kind, cache, url = reached
 
     def work(parent):
         if order == "parent first":

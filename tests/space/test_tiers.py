@@ -31,8 +31,7 @@ def ram(tmp_path: Path) -> Path:
 
 
 def opened(shop: Shop, ram: Path, size: int | None, **options: Any) -> Cache:
-    first = {"dir": ram, "min_free": 0, **({"max_size": size} if size else {})}
-    return shop.cache(tiers=[first], **options)
+    return shop.cache(tiers=[{"dir": ram, "min_free": 0, "max_size": size}], **options)
 
 
 def tier(cache: Cache, ram: Path, url: str) -> str | None:

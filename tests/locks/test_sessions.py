@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -102,12 +102,10 @@ def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monke
     def fetch(parent):
         make_cache(validate=lambda path: (parent.say(os.getpid()), parent.hear())).fetch(URL)
 
-    with forked(fetch) as child:
+    with ThreadPoolExecutor() as pool, forked(fetch) as child:
         fetcher, me = child.hear(), os.getpid()
         monkeypatch.setenv("SHARDCACHE_RANK", "1")
-        cache, results = make_cache(), list[bytes]()
-        thread = threading.Thread(target=lambda: results.append(cache.open(URL).read()))
-        thread.start()
+        reading = pool.submit(read, cache := make_cache(), URL)
         wait_until(lambda: list(live_waits(layout_of(cache.dir))))
         command = ("top", "--count", "1", "--interval", "0.2")
         _, table = run(*command)[1].split("1 waiting process")
@@ -120,6 +118,5 @@ def test_top_shows_waiting_processes_and_their_holders(make_cache, origin, monke
         assert found["holder"]["pid"] == fetcher and found["seconds"] >= 0.4
         assert found["since"].endswith("+00:00")
         child.tell()
-        thread.join()
-    assert results == [DATA]
+        assert reading.result() == DATA
     wait_until(lambda: not list(live_waits(layout_of(cache.dir))))

@@ -88,8 +88,6 @@ def test_a_replaced_object_fails_the_read_and_not_the_next_open(make_cache, orig
 
 def test_prewarm_refresh_downloads_and_counts_replaced_shards(run, spec, warm, s3, bucket, proxy):
     arguments = ["prewarm", "--refresh", spec]
-    code, out, _ = run(*arguments)
-    assert code == 0 and "All 4 shards cached" in out
     for number in (1, 3):
         s3.put(bucket, f"train-{number:04d}.tar", make_tar(50 + number))
     assert run("prewarm", "--check", spec)[0] == 0  # sends no request

@@ -1,18 +1,15 @@
 """Many processes on one node with a real server: economy, killed processes and containers."""
 
-import contextlib
+import ctypes
 import functools
-import hashlib
 import os
-import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from shardcache import Cache
 from shardcache.layout import Layout
+from tests.support.disktools import needs_root
 from tests.support.storetools import BLOCK, crowd, forked, together, wait_until
 from tests.support.tars import make_tar
 
@@ -124,37 +121,24 @@ def test_a_stopped_holder_is_passed_by_and_wakes_harmlessly(url, proxy, root):
     assert partials(root) == []
 
 
-#: Starts a container, in which the reader gets the pid 2.
-CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-READER = """
-import hashlib, os, sys
-from shardcache import Cache
-with Cache(sys.argv[1]) as cache:
-    print(os.getpid(), os.uname().nodename, flush=True)
-    input()
-    with cache.open(sys.argv[2]) as stream:
-        print(hashlib.sha256(stream.read()).hexdigest(), os.path.exists(stream.name), flush=True)
-    input()
-"""
+def contained(parent, root, url):
+    """Read a shard in a container, in which the reader has the pid 1."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(0x20020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWPID | _NEWNS
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
+    assert libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
+    assert os.getpid() == 1 and os.readlink("/proc/self") == "1"
+    reader(parent, root, url)
 
 
+@needs_root
 def test_containers_with_equal_pids_share_one_fetch(url, root, proxy):
-    program = shutil.which(CONTAINER[0])
-    if program is None or subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
-        pytest.skip("this user may not make namespaces (needs root and unshare of util-linux)")
-    command = [*CONTAINER, "sh", "-c", '"$0" "$@"; true', sys.executable, "-c", READER, root, url]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with contextlib.ExitStack() as stack:
-        readers = []
-        for _ in range(2):
-            readers.append(stack.enter_context(subprocess.Popen(command, text=True, **pipes)))
-            stack.callback(readers[-1].kill)
-        me = f"2 {os.uname().nodename}\n"
-        assert [reader.stdout.readline() for reader in readers] == [me] * 2
-        for reader in readers:
-            reader.stdin.write("\n")
-            reader.stdin.flush()
-        stored = f"{hashlib.sha256(SHARD).hexdigest()} True\n"
-        assert [reader.stdout.readline() for reader in readers] == [stored] * 2
+    with forked(contained, root, url) as one, forked(contained, root, url) as other:
+        one.tell()
+        other.tell()
+        assert [one.hear(), other.hear()] == [STORED] * 2
         assert proxy.fetches().total() == 1
         assert len(list((root / "v1/sessions").glob("*.session"))) == 2

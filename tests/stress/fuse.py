@@ -138,7 +138,11 @@ def _serve(parent: Parent, device: int, backing: str) -> None:
     while True:
         ready, _, _ = select.select([device, parent], [], [])
         if parent in ready:
-            served.obey(parent.hear())
+            order = parent.hear()
+            if isinstance(order, Rule):
+                served.rules.append(order)
+            else:
+                vars(served).update(order)
             parent.say([rule.struck for rule in served.rules])
         elif not served.receive():
             return
@@ -175,12 +179,6 @@ class _Files:
         self._removed: set[tuple[int, int]] = set()  # inodes removed through this mount
         self._known: dict[tuple[int, bytes], tuple[int, int]] = {}  # names created or seen here
         self._listings: dict[int, list[bytes]] = {}
-
-    def obey(self, order: Any) -> None:
-        if isinstance(order, Rule):
-            self.rules.append(order)
-        else:
-            vars(self).update(order)
 
     def receive(self) -> bool:
         """Serve one request; returns False when the filesystem was unmounted."""
@@ -362,9 +360,8 @@ class _Files:
             os.truncate(path, size)
         if valid & (_ATIME | _MTIME):
             used = atime * 10**9 + atime_n if valid & _ATIME else found.st_atime_ns
-            os.utime(
-                path, ns=(used, mtime * 10**9 + mtime_n if valid & _MTIME else found.st_mtime_ns)
-            )
+            changed = mtime * 10**9 + mtime_n if valid & _MTIME else found.st_mtime_ns
+            os.utime(path, ns=(used, changed))
         return self.getattr(node)
 
     def statfs(self, node: int) -> bytes:

@@ -116,9 +116,7 @@ def read(store: Store, url: str = "s3://lab/a.tar") -> bytes | None:
         return file.read()
 
 
-def layout_of(root: Path) -> Layout:
-    """Return the node's namespace of a cache."""
-    return Layout.of_root(root)
+layout_of = Layout.of_root  # the node's namespace of a cache
 
 
 def taken(path: Path, **holder: Any) -> KeyLock:

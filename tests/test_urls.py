@@ -320,21 +320,16 @@ def test_secret_parameters_are_redacted_in_any_text():
             assert "y=" in found and "refused" in found
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("s3://bucket/a@b.tar", None),
-        ("https://h:8080/p@v1/k?versionId=abc", None),
-        ("abfs://box@account/k and oci://bucket@space/k, az://box@a/k", None),
-        ("bucket/key=7/part=3.tar, monkey=1, tokens=3, user@example.org", None),
-        (
-            f"https://a:{CANARY}@h/k -> s3://AK:x/{CANARY}@b/k; abfs://me:{CANARY}@acc/k",
-            "https://h/k -> s3://b/k; abfs://acc/k",
-        ),
-    ],
-)
-def test_redact_keeps_other_text(text, shown):
-    assert redact(text) == (shown or text)
+def test_redact_keeps_other_text():
+    for text in (
+        "s3://bucket/a@b.tar",
+        "https://h:8080/p@v1/k?versionId=abc",
+        "abfs://box@account/k and oci://bucket@space/k, az://box@a/k",
+        "bucket/key=7/part=3.tar, monkey=1, tokens=3, user@example.org",
+    ):
+        assert redact(text) == text
+    logins = f"https://a:{CANARY}@h/k -> s3://AK:x/{CANARY}@b/k; abfs://me:{CANARY}@acc/k"
+    assert redact(logins) == "https://h/k -> s3://b/k; abfs://acc/k"
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,6 @@ def remount(path: Path, options: str) -> None:
 
 def limited_group(limit: int = 256 << 20) -> Iterator[Path]:
     """Make a cgroup with a memory limit, in bytes; skip the test if that is not possible."""
-    if os.geteuid() != 0:
-        pytest.skip("making a cgroup needs root")
     for mount in read_mounts():
         if mount.type == "cgroup" and "memory" in mount.options:
             parent, name = Path(mount.point), "memory.limit_in_bytes"

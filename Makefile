@@ -91,11 +91,12 @@ coverage: $(VENV)/.test
 	COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/python -m pytest tests/stress/test_ray.py --cov \
 		--cov-append --cov-report=term-missing:skip-covered
 
-# Also runs tests with locks that fail: see tests/stress/brokenflock.py.
+# Also runs tests with locks that fail: see tests/stress/brokensite.
 stress: $(VENV)/.test
 	$(BIN)/python -m pytest $(PARALLEL) tests/stress
 	for flock in refused lying; do \
-		$(BIN)/python -m pytest -p tests.stress.brokenflock --flock $$flock tests/test_cache.py \
+		BROKEN_FLOCK=$$flock PYTHONPATH=$(CURDIR)/tests/stress/brokensite $(BIN)/python -m pytest \
+			tests/test_cache.py \
 			tests/download/test_coordination.py tests/store/test_partials.py tests/space/test_budget.py \
 			|| exit; \
 	done

@@ -36,7 +36,6 @@ import pytest
 import webdataset  # noqa: F401 - torch aborts a worker whose signal handler raises in its import
 
 from shardcache import Cache, errors
-from tests.stress.brokenflock import broken_environment
 from tests.stress.harness import MIB, MINUTES, Result, Shared, below, check, swept
 from tests.support.disktools import disk
 
@@ -404,7 +403,7 @@ def alone(storm: Storm, work: Callable[[], object]) -> None:
 def test_a_storm_breaks_no_promise(flock, tmp_path):
     def blow(directory: Path, seed: int, seconds: float) -> Result:
         if flock == "lying":
-            os.environ.update(broken_environment("lying"))
+            os.environ["BROKEN_FLOCK"] = "lying"
             from tests.stress.brokensite import sitecustomize  # noqa: F401
 
         set_child_subreaper = 36

@@ -74,10 +74,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: Slow files start first, so that no process idles at the end.
 LONG = {"test_run.py", "test_demo.py", "test_examples.py", "test_processes.py", "test_wds.py"}
+#: Claims of locks that do not hold with a broken flock; see tests/stress/brokensite.
+UNTRUE = {"refused": {"flock", "answers"}, "lying": {"flock"}}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
+    untrue = UNTRUE.get(os.environ.get("BROKEN_FLOCK", ""), set())
+    for item in items if untrue else ():
+        if any(not mark.args or untrue & {*mark.args} for mark in item.iter_markers("locks_work")):
+            item.add_marker(pytest.mark.skip(reason="claims that locks work"))
 
 
 @pytest.fixture(scope="session", autouse=True)

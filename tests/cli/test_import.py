@@ -77,6 +77,13 @@ def test_other_files_are_named_and_stay_as_they_are(run, folder, bucket, url, da
     assert code == 3 and "there is no bucket absent-bucket" in err
 
 
+def test_a_dry_run_may_have_files_for_some_shards(open_cache, folder, url, bucket):
+    cache = open_cache()
+    sources = {cache.parse(url).key: folder / "train-0001.tar"}
+    report = cache.prewarm([url, f"s3://{bucket}/train-0002.tar"], sources=sources, dry_run=True)
+    assert (report.failed, report.missing) == (1, 1)
+
+
 def test_another_file_than_the_cached_shard_is_refused(run, open_cache, folder, url, data):
     file, other, same = folder / "train-0000.tar", folder / "other", folder / "same"
     cache = open_cache()

@@ -106,6 +106,8 @@ def test_an_iteration_begins_where_the_last_complete_one_or_a_state_ends(make):
     assert sampler.state_dict(batch=18)["epoch"] == sampler.state_dict()["epoch"] == 1
     with pytest.raises(ConfigError, match="batch=19 is not a whole number from 0 to 18"):
         sampler.state_dict(batch=19)  # such as the number of a step of the whole run
+    sampler.set_epoch(0)  # once more
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["taken"]) == (0, 0)
     sampler.set_epoch(7)
     whole = read([sampler])
     other.load_state_dict({**trained, "epoch": 7, "taken": 5 * 48})

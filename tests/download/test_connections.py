@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -96,6 +97,21 @@ def test_processes_that_have_downloaded_leave_connections_to_others(tmp_path):
             each.tell(f"alone-{number}")
             assert 0 < each.hear() <= 4
             store.least = PROCESS
+
+
+def test_the_server_that_was_used_last_keeps_its_connections(make_cache, serve):
+    def respond(head):
+        wait_until(lambda: len(first.heads) > 1)
+        return b"".join(part_of(payload(1), head))
+
+    first, second = (serve(respond, most=1000) for _ in range(2))
+    cache = make_cache()
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(partial(read, cache), (f"{first.url}/{n}.bin" for n in range(2))))
+    for number in range(3):
+        assert read(cache, f"{second.url}/{number}.bin") == payload(1)
+        kept = kept if number else set(second.clients)
+    assert second.clients == kept and len(kept) == 1
 
 
 @pytest.fixture

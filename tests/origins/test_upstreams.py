@@ -422,12 +422,17 @@ def test_an_upstream_can_be_an_object_store(s3, bucket, proxy, tmp_path):
         assert to_near.fetches()
 
 
-def test_an_upstream_that_is_down_is_left_alone_for_a_while(node, origin, caplog):
+@pytest.mark.parametrize("is_down", [True, False])
+def test_an_upstream_that_fails_is_left_alone(node, origin, nas, fail_files, caplog, is_down):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
     urls = [f"s3://lab/{number}.tar" for number in range(4)]
     origin.objects.update({url: make_tar(number) for number, url in enumerate(urls)})
-    with node(store(endpoint, "AK", "SK")) as cache:
+    (nas / "lab").mkdir()
+    for url, data in origin.objects.items():
+        (nas / url.removeprefix("s3://")).write_bytes(data)
+    fail_files(0, OSError(errno.EIO, "it cannot be read"))  # but it can be described
+    with node(store(endpoint, "AK", "SK") if is_down else str(nas)) as cache:
         for url in urls:
             assert cache.open(url).read() == origin.objects[url]
     assert caplog.text.count("not using the upstream") == 1

@@ -255,7 +255,7 @@ class Origin(Protocol):
         raise ConfigError(f"{text}Write ranges as {{0000..0127}}.", url=str(directory))
 
     def ended(self, exn: Exception | None = None) -> None:
-        """Note how reading a shard ended. After some faults, an upstream is not used for a while."""
+        """Note how reading a shard ended. After faults, an upstream is left alone for a while."""
         return
 
     def prepare(self) -> object:

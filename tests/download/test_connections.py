@@ -1,17 +1,22 @@
-"""The processes of a node that download at the same time share its connections."""
+"""How many connections a process uses, which the processes of a node share, and their rate."""
 
 import contextlib
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from shardcache import Cache
-from shardcache.download.connections import Downloaders
+from shardcache.download.connections import Downloaders, Throttle, parse_rate
+from shardcache.errors import ConfigError
+from shardcache.prewarm import Stopped
 from tests.support.caches import read, unfinished
 from tests.support.storetools import BLOCK, PATIENCE, crowd, descriptors, payload, wait_until
+from tests.support.tars import make_tar
 from tests.support.webservers import Scripted, part_of, running
 
 NODE, PROCESS, FEW = 64, 32, 2  # limits of connections
@@ -50,37 +55,11 @@ class Store(Scripted):
         yield body[-1:]
 
 
-def reader(parent, number, store, root):
-    """Read one shard in parts of 1 MiB, and report whether its bytes are right."""
-    with Cache(root, min_free=0, part_size=BLOCK) as cache:
-        parent.say(read(cache, f"{store.url}/{number}.bin") == store.data)
-
-
-def test_32_processes_that_download_at_once_use_64_connections(tmp_path):
-    store = Store(payload(6 * BLOCK), least=NODE)
-    with running(store), crowd(32, reader, store, tmp_path) as readers:
-        wait_until(lambda: store.active == 32)
-        store.gate.set()
-        assert all(each.hear() for each in readers)
-        assert store.peak == NODE
-
-
-@pytest.mark.parametrize("killed", [0, 7])
-def test_a_process_that_downloads_alone_uses_all_its_connections(tmp_path, killed):
-    store = Store(payload((1 + PROCESS) * BLOCK), least=PROCESS)
-    with running(store), crowd(killed + 1, reader, store, tmp_path) as readers:
-        wait_until(lambda: store.active == killed + 1)
-        for each in readers[1:]:
-            each.kill()
-        store.gate.set()
-        assert readers[0].hear()
-
-
 def sockets():
     return {each for each in descriptors() if "socket:[" in each}
 
 
-def repeated_reader(parent, number, store, root):
+def reader(parent, number, store, root):
     """Read the shards that the parent names, and report the sockets that are open after each."""
     before = sockets()  # of the test, which the garbage collector may close
     with Cache(root, min_free=0, part_size=BLOCK) as cache:
@@ -89,10 +68,33 @@ def repeated_reader(parent, number, store, root):
             parent.say(len(sockets() - before))
 
 
+def test_32_processes_that_download_at_once_use_64_connections(tmp_path):
+    store = Store(payload(6 * BLOCK), least=NODE)
+    with running(store), crowd(32, reader, store, tmp_path) as readers:
+        for number, each in enumerate(readers):
+            each.tell(number)
+        wait_until(lambda: store.active == 32)
+        store.gate.set()
+        assert all(each.hear() for each in readers)
+        assert store.peak == NODE
+
+
+def test_a_process_whose_neighbours_were_killed_uses_all_its_connections(tmp_path):
+    store = Store(payload((1 + PROCESS) * BLOCK), least=PROCESS)
+    with running(store), crowd(8, reader, store, tmp_path) as readers:
+        for number, each in enumerate(readers):
+            each.tell(number)
+        wait_until(lambda: store.active == 8)
+        for each in readers[1:]:
+            each.kill()
+        store.gate.set()
+        assert readers[0].hear()
+
+
 def test_processes_that_have_downloaded_leave_connections_to_others(tmp_path):
     store = Store(payload((1 + PROCESS) * BLOCK), least=PROCESS)
     store.gate.set()
-    with running(store), crowd(3, repeated_reader, store, tmp_path) as readers:
+    with running(store), crowd(3, reader, store, tmp_path) as readers:
         for number, each in enumerate(readers):
             each.tell(f"alone-{number}")
             assert 0 < each.hear() <= 4
@@ -108,10 +110,11 @@ def test_the_server_that_was_used_last_keeps_its_connections(make_cache, serve):
     cache = make_cache()
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(partial(read, cache), (f"{first.url}/{n}.bin" for n in range(2))))
+    kept = []
     for number in range(3):
         assert read(cache, f"{second.url}/{number}.bin") == payload(1)
-        kept = kept if number else set(second.clients)
-    assert second.clients == kept and len(kept) == 1
+        kept += second.clients
+    assert len(kept) == 3 and len({*kept}) == 1
 
 
 @pytest.fixture
@@ -208,3 +211,52 @@ def test_shards_get_more_connections_if_all_are_stuck(cache, origin):
         wait_until(lambda: len(origin.requests) == FEW)
         assert pool.submit(read, cache, URLS[-1]).result(PATIENCE) == origin.objects[URLS[-1]]
         assert not all(each.done() for each in reads)
+
+
+def test_a_throttle_allows_a_short_burst_and_saves_nothing_up(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    throttle = Throttle(1_000_000)
+    assert throttle.spend(100_000) == pytest.approx(0.0, abs=1e-6)
+    assert throttle.spend(500_000) == pytest.approx(0.5)
+    assert throttle.spend(500_000) == pytest.approx(1.0)
+    now[0] += 1.0
+    assert throttle.spend(0) == pytest.approx(0.0, abs=1e-6)
+    now[0] += 3600.0
+    assert throttle.spend(1_000_000) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        *[("50MB", 50_000_000), ("1MiB/s", 1 << 20), (" 64kB ", 64_000), (200_000, 200_000)],
+        *[(text, None) for text in ("", "/s", "63kB", "-1MB", "fast", "1MB/h", 63_999)],
+    ],
+)
+def test_a_rate_is_a_size_with_or_without_seconds(text, rate):
+    with contextlib.nullcontext() if rate else pytest.raises(ConfigError):
+        assert parse_rate(text) == rate
+
+
+def test_a_prewarm_keeps_its_rate(run, shop, monkeypatch):
+    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+    total = len(shop.urls) * shop.size  # the bytes of half a second
+    code, out, _ = run("prewarm", *shop.urls, "--json", "--limit-rate", f"{2 * total}B")
+    summary = json.loads(out)["summary"]
+    assert (code, summary["fetched"], summary["received_bytes"]) == (0, 8, total)
+    assert summary["seconds"] >= 0.35  # the burst has the bytes of a tenth of a second
+
+
+def test_a_download_that_waits_for_the_rate_can_be_stopped(shop, monkeypatch):
+    Path(shop.urls[0]).write_bytes(make_tar(1, 3000, 700))
+    stop, calls = threading.Event(), []
+
+    def take(self, count):
+        calls.append(count)
+        stop.set()
+        return 1e6
+
+    monkeypatch.setattr(Throttle, "spend", take)
+    with shop.cache(fill="complete") as cache:
+        report = cache.prewarm(shop.urls[0], limit_rate="64kB", stop=stop)
+    assert report.stopped is Stopped.REQUESTED and len(calls) == 1

@@ -114,10 +114,9 @@ def test_a_copy_is_read_if_the_origin_fails_that_began_the_shard(
     origin.faults += [Fault(after=BLOCK + 9), Fault(after=None)]
     with pytest.raises(TransferError):
         first.fetch(URL)
+    copy = filled()
     if not sidecar:
-        filled().with_name(SIDECAR).unlink()
-    else:
-        filled()
+        copy.with_name(SIDECAR).unlink()
     origin.faults += [Fault(after=0)] * 9
     cache = make_cache(dir=first.dir, upstreams=[nas], attempts=1, fill="complete")
     assert cache.open(URL).read() == DATA and cache.stats().streamed == 0

@@ -92,35 +92,26 @@ def test_upstreams_are_tried_in_order_and_the_origin_last(node, origin, tmp_path
     assert node(directories[0]).open(URL).read() == DATA and requests(origin) > 0
 
 
-def test_an_older_copy_costs_nothing_that_the_origin_has_sent(node, origin, nas, make_cache):
-    first = node(attempts=1, connections=1)
-    origin.faults += [Fault(after=BLOCK + 9), Fault(after=None)]
-    with pytest.raises(TransferError):
-        first.fetch(URL)
-    with node(writable(nas)) as other:
-        origin.objects[URL] = make_tar(9, members=50, size=40_000)
-        assert other.open(URL).read() == origin.objects[URL]
-    origin.objects[URL] = DATA
-    origin.requests.clear()
-    assert make_cache(dir=first.dir, upstreams=[nas], attempts=1).open(URL).read() == DATA
-    assert origin.requests[0][1] == BLOCK
-
-
-@pytest.mark.parametrize("sidecar", [True, False])
-def test_a_copy_is_read_if_the_origin_fails_that_began_the_shard(
-    node, origin, nas, filled, make_cache, sidecar, caplog
+@pytest.mark.parametrize("copied", ["the same", "without sidecar", "another"])
+def test_a_shard_that_the_origin_began_is_continued_by_it_or_read_from_a_copy(
+    node, origin, nas, filled, make_cache, copied, caplog
 ):
+    """Another version costs nothing that the origin has sent; otherwise the origin fails."""
     first = node(attempts=1, connections=1)
     origin.faults += [Fault(after=BLOCK + 9), Fault(after=None)]
     with pytest.raises(TransferError):
         first.fetch(URL)
-    copy = filled()
-    if not sidecar:
+    if copied == "another":
+        origin.objects[URL] = make_tar(9, members=50, size=40_000)
+    copy, origin.objects[URL] = filled(), DATA
+    if copied == "without sidecar":
         copy.with_name(SIDECAR).unlink()
-    origin.faults += [Fault(after=0)] * 9
+    if copied != "another":
+        origin.faults += [Fault(after=0)] * 9
     cache = make_cache(dir=first.dir, upstreams=[nas], attempts=1, fill="complete")
     assert cache.open(URL).read() == DATA and cache.stats().streamed == 0
     assert "damaged" not in caplog.text
+    assert copied != "another" or origin.requests[0][1] == BLOCK
 
 
 def flipped(data: bytes, at: int) -> bytes:

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from shardcache import Cache, TransferError
+from shardcache import TransferError
 from shardcache.layout import META, Layout
 from shardcache.locks.sessions import live_sessions
 from tests.support.caches import unfinished, warnings
@@ -77,53 +77,16 @@ def test_a_lack_of_descriptors_removes_no_entry(make_cache, origin, tmp_path, ca
 
 
 @pytest.mark.usefixtures("s3_environment")
-def test_the_error_for_a_lack_of_descriptors_names_the_limit(s3, bucket, tmp_path):
+def test_the_error_for_a_lack_of_descriptors_names_the_limit(s3, bucket, open_cache):
     s3.put(bucket, "a.tar", make_tar(1))
-    url = f"s3://{bucket}/a.tar"
-    with Cache(tmp_path / "cache", min_free=0, attempts=2) as cache:
-        cache.process.prepare()
-        with few_descriptors(0), pytest.raises(TransferError) as caught:
-            cache.open(url)
-        text = str(caught.value)
-        assert url in text and "too many open files" in text and "ulimit -n" in text
-        assert caught.value.errno == errno.EMFILE
-        with cache.open(url) as stream:
-            assert stream.read() == make_tar(1) and stream.name != url
-
-
-@needs_root
-def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, tmp_path, clock, caplog):
-    """Such as ext4 after an error. When the mount is writable again, shards are cached again."""
-    urls = shards(origin, 6)
-    with disk(tmp_path / "disk", "size=32m") as path:
-        cache = make_cache(dir=path / "cache")
-        assert [read(cache, url, origin) for url in urls[:3]] == [True] * 3
-        with cache.open(urls[0]) as stream:
-            cache.close()  # the open session file prevents the remount
-            remount(path, "ro")
-            assert stream.read() == origin.objects[urls[0]]
-        origin.requests.clear()
-        cache = make_cache(dir=path / "cache")
-        assert not read(cache, urls[3], origin)
-        assert cache.process.disk.writing.left > 0  # writes are suspended after the first fault
-        assert [read(cache, url, origin) for url in urls] == [True] * 3 + [False] * 3
-        assert {url for url, _, _ in origin.requests} == set(urls[3:])
-        assert len(warnings(caplog)) == 1 and "is read-only" in warnings(caplog)[0]
-        strict = make_cache(dir=path / "cache", strict=True)
-        assert read(strict, urls[0], origin)
-        for refused in (cache.fetch, strict.open):
-            with pytest.raises(OSError) as caught:
-                refused(urls[4])
-            assert caught.value.errno == errno.EROFS
-        with pytest.raises(OSError, match=f"it cannot be written: '{path}/cache'"):
-            strict.clean()
-        strict.close()
-        remount(path, "rw")
-        clock.sleep(60)
-        assert all(read(cache, url, origin) for url in urls)
-        cache.close()
-    # A cleaning, which is due now, may sweep a new partial and warn of it.
-    assert sum("read-only" in text.lower() for text in warnings(caplog)) == 1
+    url, cache = f"s3://{bucket}/a.tar", open_cache(attempts=2)
+    cache.process.prepare()
+    with few_descriptors(0), pytest.raises(TransferError, match="ulimit -n") as caught:
+        cache.open(url)
+    assert url in str(caught.value) and "too many open files" in str(caught.value)
+    assert caught.value.errno == errno.EMFILE
+    with cache.open(url) as stream:
+        assert stream.read() == make_tar(1) and stream.name != url
 
 
 @pytest.fixture
@@ -132,6 +95,39 @@ def ram(tmp_path):
         pytest.skip("mounting needs root")
     with disk(tmp_path / "ram", "size=32m") as path:
         yield path
+
+
+def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, ram, clock, caplog):
+    """Such as ext4 after an error. When the mount is writable again, shards are cached again."""
+    urls = shards(origin, 6)
+    cache = make_cache(dir=ram / "cache")
+    assert [read(cache, url, origin) for url in urls[:3]] == [True] * 3
+    with cache.open(urls[0]) as stream:
+        cache.close()  # the open session file prevents the remount
+        remount(ram, "ro")
+        assert stream.read() == origin.objects[urls[0]]
+    origin.requests.clear()
+    cache = make_cache(dir=ram / "cache")
+    assert not read(cache, urls[3], origin)
+    assert cache.process.disk.writing.left > 0  # writes are suspended after the first fault
+    assert [read(cache, url, origin) for url in urls] == [True] * 3 + [False] * 3
+    assert {url for url, _, _ in origin.requests} == set(urls[3:])
+    assert len(warnings(caplog)) == 1 and "is read-only" in warnings(caplog)[0]
+    strict = make_cache(dir=ram / "cache", strict=True)
+    assert read(strict, urls[0], origin)
+    for refused in (cache.fetch, strict.open):
+        with pytest.raises(OSError) as caught:
+            refused(urls[4])
+        assert caught.value.errno == errno.EROFS
+    with pytest.raises(OSError, match=f"it cannot be written: '{ram}/cache'"):
+        strict.clean()
+    strict.close()
+    remount(ram, "rw")
+    clock.sleep(60)
+    assert all(read(cache, url, origin) for url in urls)
+    cache.close()
+    # A cleaning, which is due now, may sweep a new partial and warn of it.
+    assert sum("read-only" in text.lower() for text in warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize("below", ["", "cache"], ids=["the mountpoint", "a directory on it"])

@@ -127,10 +127,6 @@ def shifted(body):
     return body[4096:] + body[:4096]
 
 
-def in_gzip(body):
-    return gzip.compress(body, 1)
-
-
 GZIP = {"Content-Encoding": "gzip"}
 #: claim -> (fault of one part, most additional GETs, or None if the download starts over)
 HEALED: dict[str, tuple[Fault, int | None]] = {
@@ -142,7 +138,7 @@ HEALED: dict[str, tuple[Fault, int | None]] = {
     "an error page of HTML with 200 is refused": (Fault(answer=HTML), None),
     "an error page of HTML with 206 is refused": (Fault(answer=HTML._replace(status=206)), 1),
     "a header Content-Encoding changes no byte": (Fault(headers=GZIP), 0),
-    "a compressed body is refused": (Fault(body=in_gzip, headers=GZIP), 1),
+    "a compressed body is refused": (Fault(body=gzip.compress, headers=GZIP), 1),
     "a missing ETag in one response is another version": (Fault(headers={"ETag": None}), None),
     "503 is repeated": (Fault(answer=page(503, "SlowDown")), 1),
     "400 RequestTimeout is repeated": (Fault(answer=page(400, "RequestTimeout")), 1),
@@ -255,7 +251,7 @@ PERSISTENT: dict[str, tuple[Fault, dict[str, float | str], str, int]] = {
     "reset": (Fault(hang_up="reset"), {}, "does not answer", 4),
     "empty bodies": (Fault(cut=0), {}, "before the end", 16),  # 4 connections
     "resets in the body": (Fault(cut=1000, how="reset"), {}, "broke", 16),
-    "compressed bodies": (Fault(body=in_gzip, headers=GZIP), {}, "asked for bytes", 16),
+    "compressed bodies": (Fault(body=gzip.compress, headers=GZIP), {}, "asked for bytes", 16),
     "silence": (Fault(hang_up="stall"), SILENT, "2 attempts failed", 2),
     "silence in the body": (Fault(cut=1000, how="stall"), SILENT, "2 attempts failed", 2),
     "slowness": (Fault(rate=20_000), SLOW, "deadline", 1),

@@ -14,8 +14,6 @@ from shardcache.urls import parse_url
 from tests.support.webservers import answer
 
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine"}
-
-
 CONFIG = """
 [default]
 endpoint_url = https://default

@@ -145,13 +145,9 @@ SESSION = (
 
 @pytest.fixture
 def store(serve, monkeypatch):
-    """A server for every host below localhost: it opens sessions, and lists and serves a shard."""
-    resolve = socket.getaddrinfo
-
-    def resolved(host, *args, **named):
-        return resolve("127.0.0.1" if str(host).endswith("localhost") else host, *args, **named)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    """A server for every host: it opens sessions, and lists and serves a shard."""
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *a, **n: look_up("127.0.0.1", *a, **n))
     server = serve(store_of(SHARD, "d/k.tar"), most=1000)
     server.refuse = lambda head: answer("200 OK", SESSION) if "?session" in head else None
     return server

@@ -21,7 +21,7 @@ from shardcache.store.entry import Store
 from tests.support import caches, storetools
 from tests.support.caches import held_elsewhere, unfinished
 from tests.support.fakes import Fault
-from tests.support.storetools import BLOCK, PATIENCE, forked, room, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, forked, refusing, room, wait_until
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/other.tar"
@@ -224,15 +224,12 @@ def test_a_full_disk_makes_room_once_then_streams(make_cache, origin, monkeypatc
     first = make_cache()
     os.utime(first.fetch(OTHER).path / META, (1, 1))  # by an earlier job
     first.close()
-    cache, real, struck = make_cache(), os.pwrite, []
+    cache, left = make_cache(), iter(range(times))
 
-    def write(fd, data, offset):
-        if len(data) > 10_000 and offset >= at and len(struck) < times:  # no record
-            struck.append(offset)
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-        return real(fd, data, offset)
+    def strikes(fd, data, offset):
+        return len(data) > 10_000 and offset >= at and next(left, None) is not None  # no record
 
-    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "pwrite", refusing(errno.EDQUOT, when=strikes, real=os.pwrite))
     assert streamed(cache) == (times > 1)
     assert (OTHER in cache, URL in cache) == (False, times == 1)
     if times > 1:

@@ -215,12 +215,9 @@ def test_a_download_starts_over_only_if_its_directory_is_gone(
         make_cache(dir=path / "cache", connections=1, part_size="1MiB") as cache,
     ):
         read(cache, urls[0], origin)
-
-        def lose():
-            unmount(path) if lost == "disk" else shutil.rmtree(cache.dir / lost)
-
+        remove, where = (unmount, path) if lost == "disk" else (shutil.rmtree, cache.dir / lost)
         origin.requests.clear()
-        origin.faults += [Fault()] * requests + [Fault(before=lose)]
+        origin.faults += [Fault()] * requests + [Fault(before=lambda: remove(where))]
         assert cache.fetch(urls[1]).size
         assert origin.fetches == attempts
         assert all(read(cache, url, origin) for url in urls)

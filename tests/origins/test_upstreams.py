@@ -18,7 +18,7 @@ from shardcache.process import _end_all as end_all
 from tests.support import caches
 from tests.support.fakes import Fault
 from tests.support.proxy import Proxy
-from tests.support.storetools import BLOCK, no_descriptor_left, room, wait_until
+from tests.support.storetools import BLOCK, no_descriptor_left, refusing, room, wait_until
 from tests.support.tars import make_tar
 
 URL = "s3://lab/train/0.tar"
@@ -343,14 +343,9 @@ def test_a_copy_that_is_not_written_is_not_visible_and_fails_no_prewarm(
 def test_a_replaced_copy_is_no_copy_until_the_new_one_is_there(
     node, origin, nas, filled, monkeypatch
 ):
-    copy, real = filled(), Path.replace
+    copy = filled()
     origin.objects[URL] = ALIKE  # as large
-
-    def replace(new, old):
-        if old == copy:
-            raise OSError(errno.EIO, "the server went away")
-        return real(new, old)
-
+    replace = refusing(errno.EIO, when=lambda new, old: old == copy, real=Path.replace)
     with monkeypatch.context() as patch, node(writable(nas)) as cache:
         patch.setattr(Path, "replace", replace)
         assert cache.open(URL).read() == DATA

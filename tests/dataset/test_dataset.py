@@ -398,10 +398,3 @@ def test_a_state_has_the_batches_that_a_loader_has_returned(data, options):
             assert first + list(islice(loaded(two), 4)) == whole[: returned + 4]
             assert two.state_dict() == one.state_dict(batch=returned + 4)
     assert (two.epoch, two.batch) == (1, 0)
-
-
-def test_files_that_are_read_in_place_save_nothing_at_an_origin(open_cache, tmp_path):
-    (tmp_path / "a.tar").write_bytes(sample_tar(1, 5))
-    cache = open_cache()
-    assert len(list(TarDataset(str(tmp_path / "a.tar"), cache=cache))) == 5
-    assert cache.stats().bytes_saved == 0

@@ -2,8 +2,6 @@
 
 import random
 
-import numpy as np
-
 from shardcache.dataset import order as module
 from shardcache.dataset.order import Epoch, Order, chained, permutation
 
@@ -59,14 +57,8 @@ def test_no_more_shards_are_in_use_than_the_window_has():
     last = {shard: len(used) - 1 - used[::-1].index(shard) for shard in range(shards)}
     in_use = [sum(first[s] <= at <= last[s] for s in range(shards)) for at in range(len(used))]
     assert max(in_use) == window
-
-
-def test_batches_mix_the_shards_of_the_window_from_start_to_end():
-    found = batches(Order([64] * 200, seed=0, lanes=1, shuffle=10), 0, 64, 1, drop_last=True)
-    distinct = [len(set((parts[0] // 64).tolist())) for parts in found]
-    assert len(distinct) == 200
-    assert np.mean(distinct) >= 9.5
-    assert min(distinct[0], distinct[-1]) >= 9
+    mixed = [len({*used[at : at + 64]}) for at in range(len(used) - 64)]
+    assert min(mixed) >= window - 1  # from start to end
 
 
 def test_the_order_never_changes():

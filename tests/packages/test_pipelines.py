@@ -1,14 +1,6 @@
-"""WebDataset pipelines in torchdata's StatefulDataLoader, also after SIGKILL."""
-
-import os
-import random
+"""WebDataset pipelines in torchdata's StatefulDataLoader."""
 
 import pytest
-
-from tests.support.trainingtools import run_ranks
-
-KILLS = 3 if os.environ.get("FUZZ", "1") == "1" else 25
-EPOCHS = 3
 
 COMMON = """
 import json, os, sys, warnings
@@ -74,47 +66,3 @@ if __name__ == "__main__":
 )
 def test_a_stateful_loader_continues_a_pipeline(bench, form):
     assert bench.run(COMMON + EVERYWHERE, *form).endswith("passed\n")
-
-
-TRAIN = """
-def train(name, state=None):
-    made, trained = loader("fork", False, state and state["data"]), Path(name)
-    count = state["count"] if state else 0
-    lines = trained.read_text().splitlines(keepends=True)[:count] if state else []
-    trained.write_text("".join(lines))
-    for epoch in range(state["epoch"] if state else 0, EPOCHS):
-        for batch in made:
-            with trained.open("a") as file:
-                file.write(f"{epoch} {batch}\\n")
-            count += 1
-            if count % 5 == 0:
-                saved = {"data": made.state_dict(), "count": count, "epoch": epoch}
-                Path(name + ".new").write_text(json.dumps(saved))
-                Path(name + ".new").replace(name + ".json")
-
-if __name__ == "__main__":
-    name = sys.argv[1] + os.environ["RANK"]
-    saved = Path(name + ".json")
-    train(name, json.loads(saved.read_text()) if saved.exists() else None)
-"""
-
-
-def test_the_order_survives_kills(bench):
-    program = bench.directory / "program.py"
-    program.write_text(COMMON + f"EPOCHS = {EPOCHS}\n" + TRAIN)
-    whole, broken = [[bench.directory / f"{name}{rank}" for rank in "01"] for name in ("a", "b")]
-    run_ranks(2, [str(program), str(whole[0])[:-1]])
-    lines = len(whole[0].read_text().splitlines())
-
-    def reached(count):
-        return broken[0].exists() and len(broken[0].read_text().splitlines()) >= count
-
-    for number in range(KILLS):
-        for path in broken:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".json").unlink(missing_ok=True)
-        moment = random.Random(number).randrange(1, lines - 2)
-        command = [str(program), str(broken[0])[:-1]]
-        run_ranks(2, command, kill_when=lambda: reached(moment))  # noqa: B023
-        run_ranks(2, command)
-        assert [path.read_text() for path in broken] == [path.read_text() for path in whole]

@@ -525,7 +525,9 @@ def test_all_workers_read_the_same_epoch(of_files, before):
         traceback.clear_frames(caught.tb)  # ends the workers; a collection of garbage waits 10 s
     for _ in range(2):
         torch.manual_seed(0)  # so that all iterations have one seed
+        epoch = dataset.epoch
         assert sorted(flat(batches_of(dataset))) == KEYS[:46]
+        assert dataset.epoch == epoch + 1
 
 
 def twice(dataset, through):
@@ -573,6 +575,7 @@ def test_loaders_with_equal_seeds_read_an_epoch_each(of_files, is_tracked, waits
     pairs = [*zip(dataset.track(one) if is_tracked else one, two, strict=True)]
     assert sorted(flat(each for each, _ in pairs)) == KEYS[:46]
     assert sorted(flat(each for _, each in pairs)) == KEYS[:46]
+    assert dataset.epoch == 2
 
 
 def test_a_worker_may_begin_after_the_first_one_has_ended(of_files, tmp_path):

@@ -10,6 +10,9 @@ import time
 
 import numpy as np
 import pytest
+import torch
+from torch import distributed
+from torch.utils import data as torch_data
 
 from shardcache import ShardBatchSampler
 from shardcache.dataset import sampler as module
@@ -17,10 +20,6 @@ from shardcache.errors import ConfigError
 from tests.support.caches import warnings
 from tests.support.storetools import age, together, wait_until
 from tests.support.tars import make_tar
-
-torch = pytest.importorskip("torch")
-torch_data = torch.utils.data
-
 
 COUNTS = [30, 0, 50, *[20] * 40]  # 880 samples
 
@@ -224,15 +223,14 @@ def test_an_iteration_has_the_rank_of_its_process(make, set_variables):
 
 
 def test_a_sampler_is_one_of_torch_but_needs_no_torch(make):
-    assert isinstance(make(), torch.utils.data.Sampler)
+    assert isinstance(make(), torch_data.Sampler)
     code = "import sys, shardcache; shardcache.TarDataset; assert 'torch' not in sys.modules; "
     code += "sys.modules['torch'] = None; shardcache.ShardBatchSampler"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_ranks_that_differ_are_refused(make, monkeypatch):
-    dist = pytest.importorskip("torch.distributed")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(module, "_numbers", iter([0, 1, 0, 1, 0, 0]))  # as on three ranks
         for options in ({}, {"lanes": 2}, {}, {"lanes": 2}):
@@ -242,7 +240,7 @@ def test_ranks_that_differ_are_refused(make, monkeypatch):
         with pytest.raises(ConfigError, match="the ranks differ: seed 3 and 0"):
             iter(other)
     finally:
-        dist.destroy_process_group()
+        distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -206,9 +206,8 @@ def test_opens_in_many_threads_share_one_cache(memory):
     read()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(read).result()
     assert len(os.listdir("/proc/self/fd")) <= before
     first, second = (fsspec.url_to_fs(f"shardcache::memory://{n}.tar")[0] for n in range(2))
     assert first is second

@@ -2,10 +2,9 @@
 
 import pytest
 
-COMMON = """
-import json, os, sys, warnings
+PROGRAM = """
+import json, sys, warnings
 from itertools import islice
-from pathlib import Path
 import webdataset as wds
 from torchdata.stateful_dataloader import StatefulDataLoader
 import shardcache
@@ -28,9 +27,7 @@ def loader(method, persistent, state=None, epoch=0):
     if state is not None:
         made.load_state_dict(state)
     return made
-"""
 
-EVERYWHERE = """
 if __name__ == "__main__":
     form = sys.argv[1], sys.argv[2] == "persistent"
     first = loader(*form, epoch=7)
@@ -65,4 +62,4 @@ if __name__ == "__main__":
     [("", ""), ("fork", ""), ("fork", "persistent"), ("spawn", ""), ("forkserver", "persistent")],
 )
 def test_a_stateful_loader_continues_a_pipeline(bench, form):
-    assert bench.run(COMMON + EVERYWHERE, *form).endswith("passed\n")
+    assert bench.run(PROGRAM, *form).endswith("passed\n")

@@ -1,7 +1,5 @@
 """fsspec's own tests of `get`, over three targets."""
 
-import os
-
 import fsspec
 import pytest
 from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
@@ -43,8 +41,3 @@ class TestThroughTheCache(AbstractGetTests, AbstractFixtures):
     @pytest.fixture
     def supports_empty_directories(self, target):
         return target != "s3"
-
-    @pytest.fixture
-    def local_path(self, tmp_path):
-        (tmp_path / "local").mkdir()
-        return os.fspath(tmp_path / "local")

@@ -146,11 +146,12 @@ def test_the_order_is_the_same_for_ever(trio):
         ({"web": 1, "code": float("nan")}, 9, "'code'"),
         ({"web": {0: 1, 3: 0}, "code": 0}, 9, "weights .* add up to 0 in epoch 3"),
         ({"web": 1e308, "code": 1e308}, 9, "weights .* add up to inf in epoch 0"),
+        (WEIGHTS, 240, "'code' of the mixture has 37 samples, fewer than the 48 lanes"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(trio, weights, samples, text):
     with pytest.raises(ConfigError, match=text):
-        mixed(trio, weights, samples)
+        sampler(mixed(trio, weights, samples), 48, lanes=48)
 
 
 def test_a_part_needs_a_weight_and_the_cache_of_the_others(trio, make_cache, tmp_path):
@@ -158,12 +159,6 @@ def test_a_part_needs_a_weight_and_the_cache_of_the_others(trio, make_cache, tmp
     for parts in {"web": other}, [other], {"web": (other, 1), "code": (trio["code"], 1)}:
         with pytest.raises(ConfigError, match=r"share one cache.* \(web, 0.7\)"):
             Mixture(parts, samples=9)
-
-
-def test_a_part_with_fewer_samples_than_lanes_is_refused(make):
-    data = Mixture({"a": (make("a", [9]), 1), "b": (make("b", [1]), 1)}, samples=8)
-    with pytest.raises(ConfigError, match="'b' of the mixture has 1 samples, fewer than the 2"):
-        sampler(data, 4)
 
 
 def test_batches_state_the_shards_of_all_parts_in_use(make):

@@ -16,12 +16,19 @@ SPEC = "s3://bucket/train-{0000..0003}.tar"
 def number(sample):
     return sample["__index__"], sample["__epoch__"]
 
-def made():
+def made(batch=4, **options):
     data = shardcache.TarDataset(SPEC, cache=shardcache.Cache(), stages=[wds.map(number)])
-    return data, shardcache.ShardBatchSampler(data, 4, shuffle=2, seed=5)
+    return data, shardcache.ShardBatchSampler(data, batch, shuffle=2, seed=5, **options)
 
 def numbers(batches):
     return [[[int(n) for n in ns], *map(int, set(es.tolist()))] for ns, es in batches]
+
+def expected(sampler, *epochs):
+    found = []
+    for epoch in epochs:
+        sampler.set_epoch(epoch)
+        found.append([[[int(n) for n in batch], epoch] for batch in sampler])
+    return found
 """
 
 LOADERS = """
@@ -40,9 +47,8 @@ def loader(sampler, form, method, state=None):
 if __name__ == "__main__":
     form, method = sys.argv[1], sys.argv[2]
     sampler = made()[1]
+    whole = expected(copy.deepcopy(sampler), 7, 8)
     sampler.set_epoch(7)
-    other = copy.deepcopy(sampler)
-    whole = [[[[*map(int, batch)], epoch] for batch in other] for epoch in (7, 8)]
     first = loader(sampler, form, method)
     assert [numbers(first), numbers(first)] == whole  # twice in a row
     sampler.set_epoch(7)

@@ -1,7 +1,6 @@
 """``shardcache ls``, ``rm``, ``pin``, ``unpin`` and ``clean``."""
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -32,22 +31,21 @@ def test_ls_is_a_table_with_a_summary(run, warm, monkeypatch, tmp_path):
         os.utime(cache.entry(warm[1]).path / "meta.json")  # the running job has used it
         summary = r"4 shards, [\d.]+ KB, [\d.]+ KB of 1.0 MB on disk \(\d+%\); "
         assert re.search(summary, run("ls")[1])
-        found = json.loads(run("ls", "--json")[1])
+        found = run.json("ls")
     rest = sum(shard["size"] for shard in found["shards"][2:])
     assert found["summary"]["evictable_bytes"] == rest
 
 
 def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     _, out, _ = run("ls", "-l", "train-000{1,2}.tar")
-    rows = json.loads(run("ls", "--json", "train-000{1,2}.tar")[1])["shards"]
+    rows = run.json("ls", "train-000{1,2}.tar")["shards"]
     matching = f"matching: 2 shards, {format_bytes(sum(row['size'] for row in rows))}; in all: 4 "
     assert str(tmp_path / "cache") in out and out.splitlines()[-1].startswith(matching)
     _, out, _ = run("ls", f"s3://{bucket}/*", "--sort", "url:desc", "--limit", "1")
     assert warm[3] in out and warm[0] not in out
     code, out, err = run("ls", "none*", "train*")
     assert (code, len(out.splitlines())) == (0, 6) and err.startswith("none*: nothing in ")
-    code, _, err = run("ls", "-q", "none*")
-    assert code == 1 and err.startswith("error: none*: nothing in ")
+    assert run.err("ls", "-q", "none*").startswith("error: none*: nothing in ")
     with Cache(tmp_path / "cache") as cache:
         os.utime(cache.entry(warm[2]).path / "meta.json")
     assert run("ls", "--sort", "used")[1].splitlines()[1].startswith(warm[2])
@@ -71,7 +69,7 @@ def test_ls_shows_damaged_entries(run, warm, tmp_path):
     (scribbled.path / "meta.json").write_text("{")
     (gone.path / "meta.json").unlink()
     assert states(run).count("damaged") == 4
-    paths = [row["path"] for row in json.loads(run("ls", "--json")[1])["shards"] if row["path"]]
+    paths = [row["path"] for row in run.json("ls")["shards"] if row["path"]]
     assert {str(truncated.data), str(scribbled.data), str(gone.data)}.issubset(paths)
 
 
@@ -86,8 +84,8 @@ def test_clean_removes_what_is_over_the_limit(run, warm, data, tmp_path):
     with Cache(tmp_path / "cache") as cache, contextlib.ExitStack() as stack:
         for entry in list(cache.entries()):
             stack.enter_context(cache.open(entry.metadata().url))
-        code, _, err = run("clean", "-q", "--max-size", "1B")
-    assert code == 0 and err.startswith("warning: ") and "in use" in err
+        err = run.err("clean", "-q", "--max-size", "1B", code=0)
+    assert err.startswith("warning: ") and "in use" in err
     assert run("clean", "--all", "-n")[0] == 0 and len(states(run)) == 3
     assert run("clean", "--all", "-y")[0] == 0 and len(states(run)) == 0
     assert "no shard is left, and other files fill" in run("clean", "--min-free", "100%")[2]
@@ -107,11 +105,9 @@ def test_commands_use_the_limits_of_the_last_job_and_do_not_replace_them(run, wa
             code, out, err = run("clean", "-n")
             assert (code, err) == (0, limits) and "would remove 1 shard, " in out
             assert run("clean", "-n", "--max-size", "1GB")[2] == limits.replace(size, "")
-            assert (
-                run("rm", "-y", warm[3])[0] == run("prewarm", "--max-size", "1GB", warm[3])[0] == 0
-            )
-            code, _, err = run("prewarm", *warm, "s3://more/{0..9}.tar", "-n")
-            assert limits in err
+            run.out("rm", "-y", warm[3])
+            run.out("prewarm", "--max-size", "1GB", warm[3])
+            assert limits in run("prewarm", *warm, "s3://more/{0..9}.tar", "-n")[2]
             assert f"{shown} on disk (100%)" in run("ls")[1]
             assert shown in run("top", "--count", "1", "--interval", "0.2")[1]
             page = tmp_path / "report.html"
@@ -135,38 +131,34 @@ def test_clean_names_each_reason(run, warm, orphan, tmp_path, monkeypatch):
 
 def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket, s3):
     s3.put(bucket, "empty", b"")
-    assert run("path", "--fetch", f"s3://{bucket}/empty")[0] == 0
+    run.out("path", "--fetch", f"s3://{bucket}/empty")
     assert run("rm", "-y", f"s3://{bucket}/empty") == (0, "removed 1 shard, 0 B\n", "")
     assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
-    code, out, _ = run("rm", "-y", *warm[:2])
-    assert code == 0 and out.startswith("removed 2 shards, ")
-    code, _, err = run("rm", "-y", warm[0], warm[2])
-    assert code == 1 and f"error: {warm[0]} is not cached" in err
+    assert run.out("rm", "-y", *warm[:2]).startswith("removed 2 shards, ")
+    assert f"error: {warm[0]} is not cached" in run.err("rm", "-y", warm[0], warm[2])
     for command in ("path", "rm -y"):
         for name in "lab/train.tar", "s3//lab/train.tar":
-            code, _, err = run(*command.split(), name)
-            assert code == 1 and "If it is an object, write s3://lab/train.tar." in err
+            advice = "If it is an object, write s3://lab/train.tar."
+            assert advice in run.err(*command.split(), name)
     assert len(states(run)) == 1
 
 
 def test_rm_keeps_shards_in_use_and_exits_6(run, warm, bucket, tmp_path):
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
-        code, _, err = run("rm", "-y", warm[0])
-        assert (code, "is pinned or being read" in err) == (6, True)
-        found = json.loads(run("rm", "-n", "--json", warm[0], warm[1])[1])
+        assert "is pinned or being read" in run.err("rm", "-y", warm[0], code=6)
+        found = run.json("rm", "-n", warm[0], warm[1], code=6)
     assert [row["state"] for row in found["shards"]] == ["in_use", "removed"]
     pinned = run("pin", f"s3://{bucket}/train-{{0000..0001}}.tar", "--for", "3d")
     assert pinned == (0, "pinned 2 shards for 3d\n", "")
     assert states(run) == ["pinned", "pinned", "ok", "ok"]
-    code, _, err = run("rm", "-y", warm[0])
-    assert code == 6 and "shardcache unpin" in err
+    assert "shardcache unpin" in run.err("rm", "-y", warm[0], code=6)
     removed, kept = run("clean", "--all", "-y")[1].splitlines()
     assert re.fullmatch(r"removed 2 shards, [\d.]+ KB on disk", removed)
     assert re.fullmatch(r"kept 2 shards, [\d.]+ KB on disk \(2 pinned\)", kept)
     error = f"error: {warm[2]} was not pinned in {tmp_path / 'cache'}\n"
     assert run("unpin", *warm[:3]) == (1, "unpinned 2 shards\n", error)
     assert "nothing that is pinned in" in run("unpin", "train-0001.tar")[2]
-    assert run("rm", "-y", warm[0])[0] == 0
+    run.out("rm", "-y", warm[0])
 
 
 def test_a_shard_can_be_pinned_before_it_is_cached(run, warm, bucket):
@@ -176,12 +168,12 @@ def test_a_shard_can_be_pinned_before_it_is_cached(run, warm, bucket):
     listed = run("ls")[1].splitlines()
     assert listed[1].split() == [missing, "-", "-", "-", "not_cached"]
     assert listed[-1].startswith("4 shards, ") and listed[-1].endswith("1 pinned, not cached yet")
-    found = json.loads(run("pin", missing, warm[0], "--json", "--for", "90s")[1])
+    found = run.json("pin", missing, warm[0], "--for", "90s")
     assert [row["state"] for row in found["shards"]] == ["not_cached", "cached"]
     assert found["summary"] == {"pinned": 2, "not_cached": 1, "seconds": 90.0}
-    row = json.loads(run("ls", "--json", missing)[1])["shards"][0]
+    row = run.json("ls", missing)["shards"][0]
     assert (row["url"], row["state"], row["size"]) == (missing, "not_cached", None)
-    assert run("unpin", "later*")[0] == 0
+    run.out("unpin", "later*")
 
 
 @pytest.mark.parametrize("pattern", ["s3://{}/", "s3://{}/train-*.tar", "train-*", "s3a://{}/t**"])
@@ -202,14 +194,13 @@ def test_every_command_takes_patterns(run, warm, bucket, pattern):
 def test_shards_of_another_endpoint_are_named_by_patterns(run, warm, proxy, monkeypatch, tmp_path):
     theirs = proxy.url.removeprefix("http://")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{theirs.replace('127.0.0.1', 'localhost')}")
-    assert run("prewarm", warm[0])[0] == 0
+    run.out("prewarm", warm[0])
     lines = run("ls", "--sort", "fetched:desc")[1].splitlines()
     assert [f"(from {theirs})" in line for line in lines] == [False, *[True] * 4, False, False]
     assert lines[-1].endswith("4 from another endpoint")
     for command in ("path", "rm -y"):
-        code, out, err = run(*command.split(), warm[1])
-        assert code == 1 and f"came from another endpoint ({theirs})" in err
-        assert f"'{warm[1]}*'" in err
+        err = run.err(*command.split(), warm[1])
+        assert f"came from another endpoint ({theirs})" in err and f"'{warm[1]}*'" in err
     text = f"{warm[1]}: not cached; its copy came from another endpoint ({theirs})"
     assert text in run("prewarm", "--check", warm[1])[2]
     code, out, err = run("path", f"{warm[1]}*")

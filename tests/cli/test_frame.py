@@ -159,9 +159,8 @@ def test_options_select_the_log_level(run, spec, bucket, proxy):
     shown = {}
     for number, option in enumerate(("-q", "--no-progress", "-v", "-vv")):
         proxy.script(Rule(Fault(answer=Answer(500, [], b"", "Trouble"))))
-        code, _, err = run(option, "path", "--fetch", f"s3://{bucket}/train-{number:04d}.tar")
-        shown[option] = err
-        assert code == 0
+        url = f"s3://{bucket}/train-{number:04d}.tar"
+        shown[option] = run.err(option, "path", "--fetch", url, code=0)
     assert shown["-q"] == shown["--no-progress"] == ""
     for line in (r"^info: .*fetched", r"^warning: .*attempt 1 of 5"):
         assert re.search(line, shown["-v"], re.M)
@@ -171,13 +170,14 @@ def test_options_select_the_log_level(run, spec, bucket, proxy):
 
 @needs_root
 def test_a_disk_that_cannot_be_used_is_explained(run, tmp_path):
-    code, _, err = run("pin", "s3://b/x.tar", "--dir", "/proc/x/cache")
-    assert (code, err) == (1, "error: /proc/x/cache: no directory can be made in /proc\n")
+    pin = "pin", "s3://b/x.tar", "--dir"
+    why = "error: /proc/x/cache: no directory can be made in /proc\n"
+    assert run.err(*pin, "/proc/x/cache") == why
     with disk(tmp_path / "disk", "size=1m") as path:
         with contextlib.suppress(OSError):
             (path / "others").write_bytes(bytes(2 << 20))
-        code, _, err = run("pin", "s3://b/x.tar", "--dir", path / "cache")
-    assert code == 5 and err.startswith(f"error: {path}/cache/v1/") and "Make room" in err
+        err = run.err(*pin, path / "cache", code=5)
+    assert err.startswith(f"error: {path}/cache/v1/") and "Make room" in err
 
 
 def test_config_and_dir_commands(run, tmp_path, monkeypatch, set_variables):
@@ -189,9 +189,9 @@ def test_config_and_dir_commands(run, tmp_path, monkeypatch, set_variables):
     assert code == 0 and "hush" not in out and last.endswith(" options, 4 set")
     assert {"max_size\t5GB\tenvironment SHARDCACHE_MAX_SIZE", "attempts\t5\tdefault"} < {*rows}
     assert access == "S3: endpoint http://h:1, credentials from env"
-    found = json.loads(run("config", "--config", file, "--json")[1])
+    found = run.json("config", "--config", file)
     assert found["s3"] == {"endpoint": "http://h:1", "credentials": "env", "problem": ""}
-    assert "hush" not in json.dumps(found)
+    assert "hush" not in str(found)
     assert run("dir") == (0, f"{tmp_path / 'cache'}\n", "")
     assert run("--dir", "/elsewhere", "dir") == (0, "/elsewhere\n", "")
     monkeypatch.delenv("SHARDCACHE_DIR")
@@ -214,16 +214,14 @@ def test_the_first_signal_leaves_partials_that_are_resumed(slow, proxy, run, num
     assert ended == 128 + number and "Traceback" not in err
     assert "3 not done because the run was interrupted" in out
     assert "Run the same command" in err
-    kept = json.loads(run("ls", "--partial", "--json")[1])
+    kept = run.json("ls", "--partial")
     assert {partial["state"] for partial in kept["partials"]} == {"resumable"}
     assert "Warmed 0 of 3 shards (0 B, " in out and " received) in " in out
     on_disk = format_bytes(kept["summary"]["written_bytes"])
     assert f", {on_disk} of it on disk); free " in run("prewarm", "-n", slow)[1]
     proxy.resume()
-    code, out, _ = run("prewarm", slow, "--json")
-    found = json.loads(out)
+    found = run.json("prewarm", slow)
     total = sum(shard["size"] for shard in found["shards"])
-    assert code == 0
     blocks = sum(partial["written_bytes"] >> 20 << 20 for partial in kept["partials"])
     assert found["summary"]["received_bytes"] <= total - blocks < total
 
@@ -282,12 +280,12 @@ def test_closed_and_full_streams(warm, tmp_path):
 def test_a_public_bucket_is_read_as_the_error_advises(run, files, monkeypatch):
     files.files["/lab/a.tar"] = make_tar(3)
     command = "path", "--fetch", "--endpoint-url", files.url, "s3://lab/a.tar"
-    code, _, err = run(*command)
-    assert code == 1 and "--no-sign-request" in err
+    err = run.err(*command)
+    assert "--no-sign-request" in err
     assert run(*command, "--no-sign-request")[0] == run("rm", "-y", "*.tar")[0] == 0
     (value,) = re.findall("SHARDCACHE_STORAGE_OPTIONS='(.*)'", err)
     monkeypatch.setenv("SHARDCACHE_STORAGE_OPTIONS", value)
-    assert run(*command)[0] == 0
+    run.out(*command)
 
 
 def test_profile_and_region_sign_the_requests(run, files, tmp_path, monkeypatch):
@@ -298,6 +296,6 @@ def test_profile_and_region_sign_the_requests(run, files, tmp_path, monkeypatch)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     options = "--endpoint-url", files.url, "--profile", "lab", "--region", "eu-north-1"
     for command in ("prewarm", "doctor --url"):
-        assert run(*command.split(), "s3://lab/a.tar", *options)[0] == 0
+        run.out(*command.split(), "s3://lab/a.tar", *options)
     asked = [head for head in files.heads if " /lab" in head]  # others see whether it answers
     assert asked and all(re.search(r"AK/\d{8}/eu-north-1/s3/", head) for head in asked)

@@ -21,8 +21,7 @@ def file(tmp_path):
 
 
 def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
-    code, out, _ = run("index", spec, "-o", file)
-    assert (code, out.splitlines()[0][:33]) == (0, "80 samples in 4 shards, counted i")
+    assert run.out("index", spec, "-o", file).startswith("80 samples in 4 shards, counted in ")
     record = json.loads(file.read_text())
     assert [row["nsamples"] for row in record["shardlist"]] == [20] * SHARDS
     assert record["wids_version"] == 1
@@ -33,27 +32,25 @@ def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
     proxy.reset()
     assert run("index", spec, "-o", file, "-q")[:2] == (0, "")
     assert proxy.received() == 0  # the entries have the offsets
-    code, out, _ = run("index", "-o", file, "--check", "--json")
-    assert (code, json.loads(out)["summary"]["samples"]) == (0, 80)
+    assert run.json("index", "-o", file, "--check")["summary"]["samples"] == 80
     file.write_text(file.read_text().replace("20}", "21}", 1))
-    code, out, _ = run("index", "-o", file, "--check")
-    assert code == 4 and f"/train-0000.tar has 20 samples; {file} states 21\n" in out
+    out = run.out("index", "-o", file, "--check", code=4)
+    assert f"/train-0000.tar has 20 samples; {file} states 21\n" in out
 
 
 def test_a_failed_run_is_resumed_even_without_the_cache(run, spec, file, s3, bucket, data, proxy):
     s3.client().delete_object(Bucket=bucket, Key="train-0001.tar")
     absent = f"s3://{bucket}/absent-{{0..4}}.tar"
-    code, _, err = run("index", absent, spec, "-o", file)
-    first, more, last = err.splitlines()
-    assert code == 3 and not file.exists()
+    first, more, last = run.err("index", absent, spec, "-o", file, code=3).splitlines()
+    assert not file.exists()
     assert first.startswith(f"  failed  s3://{bucket}/absent-0.tar: not found")
     assert more == "  failed  5 more for the same reason; -v lists them"
     assert "6 shards could not be counted. Upload the missing shards, or " in last
     assert run("index", absent, spec, "-o", file, "-v")[2].count("  failed  ") == 6
-    assert run("rm", "-y", "*.tar")[0] == 0
+    run.out("rm", "-y", "*.tar")
     s3.put(bucket, "train-0001.tar", data["train-0001.tar"])
     proxy.reset()
-    assert run("index", spec, "-o", file)[0] == 0
+    run.out("index", spec, "-o", file)
     assert list(proxy.fetches()) == [f"{bucket}/train-0001.tar"]
     assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
 
@@ -94,23 +91,21 @@ def test_samples_that_readers_miss_or_mix_are_named(
     if "fail" not in problem:
         commands += ["index"] * 2  # the second one reads what the first one has stored
     for command in commands:
-        code, _, err = run(command, url, *(["-o", file] if command == "index" else []))
-        assert (code, err.count("warning"), f"{url}: {problem}" in err) == (0, 1, True)
+        err = run.err(command, url, *(["-o", file] if command == "index" else []), code=0)
+        assert (err.count("warning"), f"{url}: {problem}" in err) == (1, True)
     if malformed:
-        code, out, _ = run("verify")
-        assert (code, f"malformed    {url}  {problem}" in out) == (4, True)
+        assert f"malformed    {url}  {problem}" in run.out("verify", code=4)
 
 
 def test_zeros_in_a_sample_are_no_end_marker(run, s3, bucket, s3_environment):
     s3.put(bucket, "a.tar", tar_of([("a.x", bytes(LONG)), ("b.x", b"b")]))
-    code, _, err = run("prewarm", f"s3://{bucket}/a.tar")
-    assert code == 0 and "warning" not in err
+    assert "warning" not in run.err("prewarm", f"s3://{bucket}/a.tar", code=0)
     assert "malformed" not in run("verify")[1]
 
 
 def test_a_shard_without_room_is_counted(run, spec, file, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "30kB")
-    assert run("index", spec, "-o", file)[0] == 0
+    run.out("index", spec, "-o", file)
     assert len(json.loads(file.read_text())["shardlist"]) == SHARDS
 
 
@@ -130,7 +125,7 @@ def test_a_damaged_journal_is_counted_again(run, warm, spec, file):
     lines = [json.dumps([warm[0], -7]), json.dumps([warm[1], 3.5]), "5", "null", '["x"]', "\udcff"]
     text = "\n".join(lines).encode("utf-8", "surrogateescape")
     file.with_name(f"{file.name}.partial").write_bytes(text)
-    assert run("index", spec, "-o", file)[0] == 0
+    run.out("index", spec, "-o", file)
     counts = [shard["nsamples"] for shard in json.loads(file.read_text())["shardlist"]]
     assert len(counts) == len(warm) and min(counts) > 3
 
@@ -141,14 +136,13 @@ def test_only_absent_shards_are_skipped_and_named(run, bucket, spec, file, proxy
     refused = f"{bucket}/train-0001.tar"
     proxy.script(Rule(Fault(answer=Answer(403, [], b"")), path=refused, times=None))
     for command in commands:
-        code, _, err = run(*command, *holes)
-        assert code == 3 and "pass --skip-missing" not in err  # nothing would be left
-        code, _, err = run(*command, spec, *holes)
-        assert code == 3 and f"failed  s3://{refused}" in err and not file.exists()
+        # Nothing would be left.
+        assert "pass --skip-missing" not in run.err(*command, *holes, code=3)
+        err = run.err(*command, spec, *holes, code=3)
+        assert f"failed  s3://{refused}" in err and not file.exists()
         assert re.findall(r"  skipped  (\S+): not found", err) == holes
     proxy.script()
     for command in commands:
-        code, out, _ = run(*command, spec, *holes)
-        assert (code, "3 skipped" in out) == (0, True)
-    assert run("index", "-o", file, "--check")[0] == 0
+        assert "3 skipped" in run.out(*command, spec, *holes)
+    run.out("index", "-o", file, "--check")
     assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS

@@ -1,6 +1,5 @@
 """``shardcache report``: one file without external parts, and the right figures."""
 
-import json
 import re
 import sys
 
@@ -37,8 +36,8 @@ def test_the_report_is_one_file_with_the_right_figures(run, tmp_path, monkeypatc
     )
     assert [fact for fact in facts if fact not in text] == []
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = run("--dir", shop.path, "report", "-o", page)
-    assert code == 2 and "pip install 'shardcache[report]'" in err
+    err = run.err("--dir", shop.path, "report", "-o", page, code=2)
+    assert "pip install 'shardcache[report]'" in err
 
 
 def test_the_report_of_a_short_job_shows_its_course(run, make_cache, origin, clock, tmp_path):
@@ -50,7 +49,7 @@ def test_the_report_of_a_short_job_shows_its_course(run, make_cache, origin, clo
             cache.process.counters.flush()
             clock.sleep(20)
         cache.remove(urls[0])
-    assert run("report", "-o", page)[0] == 0
+    run.out("report", "-o", page)
     size = page.read_text().partition("Size of the cache")[0].rpartition("<svg")[2]
     bars = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: #3b82c4"', size)
     edges = [[float(y) for y in re.findall(r"[ML] \S+ (\S+)", bar)] for bar in bars]
@@ -63,7 +62,7 @@ def test_the_report_of_an_empty_cache_escapes_names(run, tmp_path):
     root = tmp_path / "<b>cache"
     page = tmp_path / "report.html"
     run("--dir", root, "pin", "s3://b/a.tar")  # creates the cache
-    assert run("--dir", root, "report", "-o", page)[0] == 0
+    run.out("--dir", root, "report", "-o", page)
     assert "Nothing was counted" in page.read_text() and "<b>cache" not in page.read_text()
 
 
@@ -74,10 +73,10 @@ def test_report_and_top_estimate_a_large_cache(run, make_cache, origin, tmp_path
         for n in range(200):
             origin.objects[f"s3://lab/{n}.bin"] = bytes(1000)
             cache.fetch(f"s3://lab/{n}.bin")
-    (tier,) = json.loads(run("top", "--json", "--interval", "0.2")[1])["tiers"]
+    (tier,) = run.json("top", "--interval", "0.2")["tiers"]
     assert tier["estimated"] and 150 < tier["shards"] < 250
     assert tier["bytes"] == pytest.approx(1000 * tier["shards"], rel=0.01)
     assert tier["disk_bytes"] == pytest.approx(room(root, 1000) * tier["shards"], rel=0.01)
     page = tmp_path / "report.html"
-    assert run("report", "-o", page)[0] == 0
+    run.out("report", "-o", page)
     assert f"{root}: about {tier['shards']} shards, " in page.read_text()

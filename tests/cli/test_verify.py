@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 from shardcache.cache import Cache
 from shardcache.store import verify
@@ -13,8 +14,8 @@ from tests.support.storetools import tree
 
 def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, proxy, tmp_path):
     proxy.reset()
-    code, out, err = run("verify")
     sound = r"verified 4 shards, [\d.]+ KB in [\d.]+ m?s: nothing is wrong\n"
+    code, out, err = run("verify")
     assert (code, err) == (0, "") and re.fullmatch(sound, out)
     assert run("verify", "-q") == (0, "", "") and proxy.requests() == []
     with Cache(tmp_path / "cache") as cache, open(cache.entry(warm[1]).data, "r+b") as file:
@@ -26,24 +27,21 @@ def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, proxy
     assert "--repair" in err and run("verify", "-q")[:2] == (4, f"{line}\n")
     assert "verified 1 shard," in run("verify", "train-0002.tar")[1]
     assert run("verify", "train-0001.tar", "train-0002.tar")[0] == 4
-    code, out, _ = run("verify", "--quick")
-    assert (code, out.startswith("compared the sizes of 4 shards, ")) == (0, True)
+    assert run.out("verify", "--quick").startswith("compared the sizes of 4 shards, ")
     before = tree(tmp_path / "cache")
-    code, out, _ = run("verify", "--repair", "-n")
-    assert (code, out.endswith(": 1 damaged, to be set aside\n")) == (4, True)
+    assert run.out("verify", "--repair", "-n", code=4).endswith(": 1 damaged, to be set aside\n")
     assert tree(tmp_path / "cache") == before
     code, out, err = run("verify", "--repair")
     line, summary = out.splitlines()
     assert (code, err) == (4, "") and line.endswith(" (set aside)")
     assert summary.endswith(": 1 damaged, 1 set aside")
     path = run("path", "--fetch", warm[1])[1].strip()
-    with open(path, "rb") as file:
-        assert file.read() == data["train-0001.tar"]
-    assert run("verify")[0] == 0
+    assert Path(path).read_bytes() == data["train-0001.tar"]
+    run.out("verify")
     os.truncate(path, 1)
     for options in ([], ["--quick"], ["--quick", "--repair"]):  # an entry that cannot be opened
-        code, out, _ = run("verify", *options)
-        assert code == 4 and "1 bytes, not" in out and ("set aside" in out) == (len(options) == 2)
+        out = run.out("verify", *options, code=4)
+        assert "1 bytes, not" in out and ("set aside" in out) == (len(options) == 2)
     assert run("verify")[1].startswith("verified 3 shards, ")
 
 
@@ -58,5 +56,4 @@ def test_an_interrupted_verify_prints_its_progress(run, warm, monkeypatch):
             yield b""
 
     monkeypatch.setattr(verify, "read_blocks", endless)
-    code, out, _ = run("verify")
-    assert code == 130 and out.startswith("interrupted: verified 0 shards")
+    assert run.out("verify", code=130).startswith("interrupted: verified 0 shards")

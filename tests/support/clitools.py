@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -22,17 +23,36 @@ from tests.support.tars import make_tar
 SHARDS = 4
 
 
+class Run:
+    """Runs the command line in this process; a call returns exit code, stdout and stderr."""
+
+    def __init__(self, capsys):
+        self._capsys = capsys
+
+    def __call__(self, *arguments):
+        self._capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *self._capsys.readouterr()
+
+    def out(self, *arguments, code=0):
+        """Check the exit code, and return stdout."""
+        found = self(*arguments)
+        assert found[0] == code, found
+        return found[1]
+
+    def err(self, *arguments, code=1):
+        """Check the exit code, and return stderr."""
+        found = self(*arguments)
+        assert found[0] == code, found
+        return found[2]
+
+    def json(self, *arguments, code=0):
+        return json.loads(self.out(*arguments, "--json", code=code))
+
+
 @pytest.fixture
 def run(capsys):
-    """Run the command line in this process; returns exit code, stdout and stderr."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return Run(capsys)
 
 
 @pytest.fixture

@@ -46,17 +46,6 @@ def only(log, event):
     return found
 
 
-def test_log_records_of_a_miss_and_a_hit(make_cache, origin, log):
-    origin.objects[URL] = DATA
-    cache = make_cache()
-    for _ in range(2):
-        cache.open(URL).read()
-    wanted = {"event": "fetched", "shard": URL, "bytes": len(DATA), "source": "origin"}
-    assert wanted.items() <= fields(only(log, "fetched")).items()
-    assert fields(only(log, "hit")) == {"event": "hit", "shard": URL, "bytes": len(DATA)}
-    assert [one.levelname for one in log.records if one.levelno >= logging.INFO] == ["INFO"]
-
-
 def test_log_record_of_a_wait(make_cache, origin, clock, log):
     origin.objects[URL] = DATA
     cache = make_cache(fill="complete")
@@ -69,18 +58,25 @@ def test_log_record_of_a_wait(make_cache, origin, clock, log):
     assert 10 <= found["seconds"] < 12
 
 
-def test_log_records_of_a_retry_a_stream_and_an_eviction(make_cache, origin, log, tmp_path):
-    origin.objects.update({URL: DATA, "s3://lab/big.tar": make_tar(2, members=9)})
+def test_log_records_of_reads_and_an_eviction(make_cache, origin, log, tmp_path):
+    big, size = "s3://lab/big.tar", len(DATA)
+    origin.objects.update({URL: DATA, big: make_tar(2, members=9)})
     origin.faults.append(Fault(after=None))
-    cache = make_cache(max_size=room(tmp_path, len(DATA)))
-    cache.open(URL).read()
-    assert fields(only(log, "retry")) == {"event": "retry", "shard": URL, "attempt": 1}
-    cache.open("s3://lab/big.tar").read()
-    streamed = {"event": "streamed", "shard": "s3://lab/big.tar", "reason": "CacheFullError"}
-    assert fields(only(log, "streamed")) == streamed
+    cache = make_cache(max_size=room(tmp_path, size))
+    for _ in range(2):
+        cache.open(URL).read()
+    levels = [one.levelname for one in log.records if one.levelno >= logging.INFO]
+    assert levels == ["WARNING", "INFO"]  # of the retry, and of the download
+    cache.open(big).read()
     cache.clean(everything=True)
-    evicted = {"key": cache.parse(URL).key, "bytes": len(DATA), "reason": "all"}
-    assert evicted.items() <= fields(only(log, "evicted")).items()
+    for event, wanted in {
+        "retry": {"shard": URL, "attempt": 1},
+        "fetched": {"shard": URL, "bytes": size, "source": "origin"},
+        "hit": {"shard": URL, "bytes": size},
+        "streamed": {"shard": big, "reason": "CacheFullError"},
+        "evicted": {"key": cache.parse(URL).key, "bytes": size, "reason": "all"},
+    }.items():
+        assert wanted.items() <= fields(only(log, event)).items()
 
 
 @pytest.mark.locks_work
@@ -144,9 +140,9 @@ UNUSABLE = {
     ("kind", "method"), [*((kind, "fork") for kind in UNUSABLE), ("with other files", "spawn")]
 )
 def test_a_directory_that_cannot_be_used_is_one_error_of_the_job(
-    tmp_path, log, monkeypatch, kind, method
+    tmp_path, log, set_variables, kind, method
 ):
-    monkeypatch.setenv("_SHARDCACHE_UNUSABLE", "")
+    set_variables(_SHARDCACHE_UNUSABLE="")
     shop, root, (make, advice) = Shop(tmp_path, 3), tmp_path / "root", UNUSABLE[kind]
     root = root / "file" / "cache" if kind == "below a file" else root
     root = Path("/proc/cache") if make is None else root
@@ -160,9 +156,7 @@ def test_a_directory_that_cannot_be_used_is_one_error_of_the_job(
             cache.fetch(shop.urls[0])
     (error,) = [one for one in log.records if one.levelno >= logging.WARNING]
     assert (error.levelname, advice in error.getMessage()) == ("ERROR", True)
-    monkeypatch.setenv("_SHARDCACHE_UNUSABLE", "")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "1")
+    set_variables(_SHARDCACHE_UNUSABLE="", RANK=1, WORLD_SIZE=2, LOCAL_RANK=1)
     read(Cache(root, cache_local=True), shop.urls[0])  # the first rank of the node logs it
     assert len([one for one in log.records if one.levelno >= logging.WARNING]) == 1
     with pytest.raises((ConfigError, OSError)):

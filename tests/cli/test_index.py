@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from shardcache import Cache, TarDataset
+from shardcache import TarDataset
 from tests.support.clitools import SHARDS, Command
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, wait_until
@@ -20,15 +20,14 @@ def file(tmp_path):
     return tmp_path / "train.json"
 
 
-def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, tmp_path):
+def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, open_cache):
     assert run.out("index", spec, "-o", file).startswith("80 samples in 4 shards, counted in ")
     record = json.loads(file.read_text())
     assert [row["nsamples"] for row in record["shardlist"]] == [20] * SHARDS
     assert record["wids_version"] == 1
-    with Cache(tmp_path / "cache") as cache:
-        data = TarDataset(file, cache=cache)
-        assert (len(data), data[79]["__key__"]) == (80, "0003-00019")
-    assert [path.name for path in tmp_path.glob("train*")] == ["train.json"]
+    data = TarDataset(file, cache=open_cache())
+    assert (len(data), data[79]["__key__"]) == (80, "0003-00019")
+    assert [path.name for path in file.parent.glob("train*")] == ["train.json"]
     proxy.reset()
     assert run("index", spec, "-o", file, "-q")[:2] == (0, "")
     assert proxy.received() == 0  # the entries have the offsets

@@ -39,11 +39,9 @@ def test_prewarm_prints_its_plan_and_result(run, spec, bucket):
 
 
 def test_expand_prints_the_urls_of_a_specification(run, spec, data, bucket):
-    urls = [f"s3://{bucket}/{name}" for name in sorted(data)]
+    urls = "".join(f"s3://{bucket}/{name}\n" for name in sorted(data))
     for given in (spec, f"s3://{bucket}/train-*.tar", f"s3://{bucket}/"):
-        urls_only = (0, "".join(f"{url}\n" for url in urls), "")
-        assert run("expand", given) == run("expand", "--dir", "/dev/null", given) == urls_only
-        assert run("expand", "-0", given) == (0, "".join(f"{url}\0" for url in urls), "")
+        assert run("expand", given) == run("expand", "--dir", "/dev/null", given) == (0, urls, "")
     assert "nothing matches" in run.err("expand", f"s3://{bucket}/none-*.tar")
 
 

@@ -272,9 +272,7 @@ def test_directory_and_configuration_are_those_of_the_command(run, tmp_path, mon
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        text = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
-        assert run_process("run", "--", sys.executable, "-c", text)[:2] == (0, "True\n")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    text = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    python = ["nohup", sys.executable, "-m", "shardcache"]
+    ended = run_process("run", "--", sys.executable, "-c", text, python=python)
+    assert ended[:2] == (0, "True\n")

@@ -14,8 +14,25 @@ from tests.support.caches import unfinished
 from tests.support.clitools import run_process
 from tests.support.fakes import Fault
 from tests.support.shop import Shop
-from tests.support.storetools import BLOCK, no_thread, room, wait_until
+from tests.support.storetools import BLOCK, forked, no_thread, room, wait_until
 from tests.support.tars import make_tar
+
+
+def test_a_forked_child_writes_no_count_of_its_parent(tmp_path):
+    shop = Shop(tmp_path, count=1)
+    with shop.cache() as earlier:
+        earlier.fetch(shop.urls[0])
+
+    def read(parent, stream):
+        stream.read()
+        no_thread("shardcache-stats")  # it would write after a second
+        parent.say()
+
+    with shop.cache() as cache:
+        cache.open(shop.urls[0]).close()  # is written at once, unlike the next
+        with cache.open(shop.urls[0]) as stream, forked(read, stream) as child:
+            child.hear()
+        assert cache.stats().hits == 2
 
 
 @pytest.fixture

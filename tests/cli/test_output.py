@@ -29,8 +29,6 @@ def test_a_terminal_gets_many_rows_as_lines(capsys):
     ("color", "no_color", "term", "terminal", "colored"),
     [
         ("auto", "", "xterm", True, True),
-        ("auto", "", "xterm", False, False),
-        ("auto", "1", "xterm", True, False),
         ("auto", "", "dumb", True, False),
         ("always", "1", "xterm", False, True),
         ("never", "", "xterm", True, False),

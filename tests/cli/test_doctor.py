@@ -119,9 +119,10 @@ def test_a_dead_mount_fails_without_a_hang(ask, tmp_path, monkeypatch):
 def test_impossible_limits_are_named(ask, tmp_path, set_variables):
     shop = Shop(tmp_path, 6)
     with disk(tmp_path / "disk", "size=10m") as path:
-        with Cache(path / "cache", cache_local=True) as cache:
-            for url in shop.urls:
-                cache.fetch(url)
+        set_variables(SHARDCACHE_JOB="j")
+        for isolation, urls in ("node", shop.urls[:3]), ("job", shop.urls[3:]):
+            with Cache(path / "cache", cache_local=True, isolation=isolation) as cache:
+                cache.prewarm(urls)
 
         def level(size, free="0", name="cache"):
             set_variables(SHARDCACHE_MAX_SIZE=size, SHARDCACHE_MIN_FREE=free)
@@ -243,14 +244,3 @@ def test_a_small_dev_shm_keeps_room_for_the_batches_of_workers(ask, tmp_path, mo
         assert stated.f_bavail * stated.f_frsize > 32 * MIB
         found = of(ask("--dir", shm / "x"), "space")["found"]
     assert "33.6 MB stay free for the batches of PyTorch's workers" in found
-
-
-@needs_root
-def test_the_shards_of_a_job_count_as_room(ask, tmp_path, open_cache, set_variables):
-    with disk(tmp_path / "disk", "size=16m") as path:
-        (tmp_path / "a.tar").write_bytes(make_tar(1, 100, 60_000))
-        set_variables(SHARDCACHE_JOB="j")
-        options = {"dir": path / "c", "isolation": "job", "cache_local": True, "min_free": 0}
-        open_cache(**options).fetch(str(tmp_path / "a.tar"))
-        set_variables(SHARDCACHE_DIR=path / "c", SHARDCACHE_MAX_SIZE="14MB")
-        assert of(ask(), "space", "ok")

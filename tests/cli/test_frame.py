@@ -138,6 +138,8 @@ ENDS = {
     "report -o /nowhere/x": (ExitCode.FAILED, "/nowhere/x: No such file"),
     "index s3://{}/a.tar -o /nowhere/x": (ExitCode.FAILED, "there is no directory /nowhere. Make "),
     "clean --no-wait": (ExitCode.BUSY, ""),
+    "run -- nosuchprogram": (127, "nosuchprogram cannot be started: "),
+    "run -- /etc/passwd": (126, "/etc/passwd cannot be started: "),
 }
 
 
@@ -145,8 +147,9 @@ ENDS = {
 def test_exit_codes_and_error_messages(run, spec, bucket, layout, monkeypatch, line):
     monkeypatch.setenv("SHARDCACHE_MAX_SIZE", "1kB")
     lock, (code, message) = taken(layout.named_lock("clean")), ENDS[line]
-    ended, _, err = run(*line.format(bucket).split())
-    assert (ended, "Traceback" in err) == (code, False) and err.startswith(f"error: {message}"), err
+    ended, out, err = run(*line.format(bucket).split())
+    assert (ended, out) == (code, "") and err.startswith(f"error: {message}"), err
+    assert "Traceback" not in err
     lock.release()
 
 

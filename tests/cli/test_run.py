@@ -220,12 +220,6 @@ def test_the_program_gets_its_words_and_an_explanation(words, code, out, message
     assert done[:2] == (code, out) and message in done[2], done
 
 
-@pytest.mark.parametrize(("program", "code"), [("nosuchprogram", 127), ("/etc/passwd", 126)])
-def test_a_program_that_cannot_be_started_has_the_code_of_shells(run, program, code):
-    ended, out, err = run("run", "--", program)
-    assert (ended, out) == (code, "") and err.startswith(f"error: {program} cannot be started: ")
-
-
 def test_signals_and_exit_codes_pass_through(program, tmp_path):
     started = tmp_path / "started"
     program.write_text(f"open({str(started)!r}, 'w'); import signal; signal.pause()")

@@ -103,9 +103,13 @@ def test_a_missed_deadline_is_exit_3_unless_best_effort(run, spec, proxy):
     assert run("prewarm", spec, "--deadline", "500ms", "--best-effort")[0] == 0
 
 
-def test_check_sends_no_request_and_names_missing_shards(run, warm, spec, bucket, proxy):
+def test_check_sends_no_request_and_names_what_is_missing_or_too_much(
+    run, warm, spec, bucket, proxy
+):
     proxy.reset()
     assert run.out("prewarm", "--check", spec).endswith("4 cached, nothing to fetch\n")
+    out = run.out("prewarm", "--check", spec, "--max-size", "1B")
+    assert re.search(r"nothing to fetch; [\d.]+ KB over the limits, which", out)
     run("rm", "-y", warm[3])
     assert run.err("prewarm", "--check", spec, code=4) == f"  failed  {warm[3]}: not cached\n"
     _, out, err = run("prewarm", "--check", f"s3://{bucket}/none-{{0..9}}.tar")
@@ -224,12 +228,6 @@ def test_path_names_all_shards_that_do_not_exist(run, spec, bucket):
         assert (code, out) == (1, "")
         lines = [line for line in err.splitlines() if line.startswith("error: ") and why in line]
         assert [url for url in absent for line in lines if url in line] == absent
-
-
-def test_a_limit_below_what_is_cached_is_said(run, warm, spec):
-    out = run.out("prewarm", spec, "--max-size", "1B")
-    assert re.search(r"nothing to fetch; [\d.]+ KB over the limits, which", out)
-    assert "over" not in run("prewarm", spec)[1]
 
 
 def test_a_bucket_that_is_given_up_is_a_failure_of_best_effort_too(run, spec, bucket, monkeypatch):

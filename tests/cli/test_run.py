@@ -81,9 +81,9 @@ def program(tmp_path):
 def launch(program):
     """Run a program with the command; returns exit code, stdout and stderr."""
 
-    def launch(text, *arguments, **options):
+    def launch(text, *arguments, flag="--", **options):
         program.write_text(text)
-        return run_process("run", "--", sys.executable, program, *arguments, **options)
+        return run_process("run", flag, sys.executable, program, *arguments, **options)
 
     return launch
 
@@ -121,9 +121,8 @@ def test_a_fault_is_logged_once(shards, directory, samples, line, last, launch, 
     assert last in err.splitlines()[-1] and "streamed, not cached" not in err
 
 
-def test_a_repeated_order_is_named_once_and_v_logs_more(program, spec):
-    program.write_text(2 * SAMPLES.replace("shuffle=False", "shuffle=100"))
-    code, out, err = run_process("run", "-v", "--", sys.executable, program, spec)
+def test_a_repeated_order_is_named_once_and_v_logs_more(launch, spec):
+    code, out, err = launch(2 * SAMPLES.replace("shuffle=False", "shuffle=100"), spec, flag="-v")
     assert (code, out) == (0, "80\n80\n") and err.count("the same order of shards") == 1, err
     assert err.count("from its origin in") == SHARDS
 
@@ -246,23 +245,20 @@ def test_a_signal_that_comes_before_the_program_reaches_it(run, monkeypatch):
         child.kill()
 
 
-def test_the_variables_of_env_do_the_same(run, program, spec, tmp_path):
-    out = run("run", "-o", "min_free=0", "--env")[1]
-    program.write_text(SAMPLES)
-    (tmp_path / "job.sh").write_text(f"{out}\nexec {sys.executable} {program} '{spec}'")
-    process = run_process(python=["sh", tmp_path / "job.sh"])
-    assert process[:2] == (0, "80\n"), process[2]
-    assert run("ls")[1].count("train-") == SHARDS
-
-
-def test_directory_and_configuration_are_those_of_the_command(run, tmp_path, monkeypatch):
+def test_the_variables_of_env_have_directory_and_configuration_of_the_command(
+    run, program, spec, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shardcache.toml").write_text("[")  # is not read
     (tmp_path / "good.toml").touch()
-    options = "--config=good.toml", "--dir=~/c", "run", "-o", "max_size=1GB", "--env"
-    code, out, _ = run(*options)
-    assert code == 0 and f"SHARDCACHE_DIR={tmp_path}/c\n" in out
+    options = "--config=good.toml", "--dir=~/c"
+    out = run.out(*options, "run", "-o", "min_free=0", "--env")
+    program.write_text(SAMPLES)
+    (tmp_path / "job.sh").write_text(f"{out}\nexec {sys.executable} {program} '{spec}'")
+    process = run_process(python=["sh", tmp_path / "job.sh"])
+    assert process[:2] == (0, "80\n"), process[2]
+    assert run.out(*options, "ls").count("train-") == SHARDS
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():

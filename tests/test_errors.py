@@ -46,20 +46,15 @@ WRONG = {
         lambda cache: register("s3", "dir"),
     ],
     "split takes positive fractions of 1 in all, not 2": [
-        lambda cache: shardcache.TarDataset(index_file(cache), cache=cache).split(2)
+        lambda cache: shardcache.TarDataset(cache.dir.parent / "train.json", cache=cache).split(2)
     ],
 }
-
-
-def index_file(cache):
-    file = cache.dir.parent / "train.json"
-    file.write_text(f'{{"shardlist": [{{"url": "{URL}", "nsamples": 9}}]}}')
-    return file
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_value_of_a_wrong_type_is_named(tmp_path, text):
     cache = shardcache.Cache(tmp_path / "cache")
+    (tmp_path / "train.json").write_text(f'{{"shardlist": [{{"url": "{URL}", "nsamples": 9}}]}}')
     for call in WRONG[text]:
         with pytest.raises(errors.ConfigError, match=text):
             call(cache)

@@ -81,7 +81,7 @@ def test_an_event_amid_a_write_lets_no_other_thread_write(layout, clock):
 
 @contextlib.contextmanager
 def failing(how, layout, monkeypatch):
-    """Let the database of a cache fail."""
+    """Let the database of a cache, or of the run, fail."""
     match how:
         case "full disk":
             with monkeypatch.context() as fault:
@@ -102,12 +102,15 @@ def failing(how, layout, monkeypatch):
                 other.execute("BEGIN IMMEDIATE")
                 yield
                 assert total(layout).hits == 0
+        case "ended run":
+            monkeypatch.setenv("SHARDCACHE_RUN", f"1.0:{layout.base}/gone/notes")
+            yield
 
 
-@pytest.mark.parametrize("how", ["full disk", "no directory", "damaged", "locked"])
+@pytest.mark.parametrize("how", ["full disk", "no directory", "damaged", "locked", "ended run"])
 def test_no_count_is_lost_while_the_database_fails(make, layout, clock, monkeypatch, how):
-    counters = make()
     with no_descriptor_left(), failing(how, layout, monkeypatch):
+        counters = make()
         for _ in range(2):
             counters.opened("hit", 0.0)
             clock.sleep(60)
@@ -184,11 +187,3 @@ def test_counts_expire_but_their_total_stays(make, layout, clock):
         expire(layout, NOON + days * 24 * HOUR)
         assert samples(layout) == [] and len(samples(layout, ever=True)) == 1
         assert total(layout, ever=True).counters == whole.counters
-
-
-def test_a_run_that_has_ended_costs_no_counts(layout, clock, tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDCACHE_RUN", f"1.0:{tmp_path}/gone/notes")
-    counters = Counters(lambda: layout, Ranks())
-    counters.opened("hit", 0.0)
-    counters.flush()
-    assert total(layout).hits == 1

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.clitools import SHARDS, Command, run_process
 from tests.support.disktools import disk, needs_root, remount
-from tests.support.storetools import PATIENCE, wait_until
+from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 
 #: As in timm and lhotse, workers build the pipeline and skip errors.
@@ -73,13 +73,9 @@ except ValueError as exn:
 
 
 @pytest.fixture
-def program(tmp_path):
-    return tmp_path / "train.py"
-
-
-@pytest.fixture
-def launch(program):
+def launch(tmp_path):
     """Run a program with the command; returns exit code, stdout and stderr."""
+    program = tmp_path / "train.py"
 
     def launch(text, *arguments, flag="--", **options):
         program.write_text(text)
@@ -219,11 +215,11 @@ def test_the_program_gets_its_words_and_an_explanation(words, code, out, message
     assert done[:2] == (code, out) and message in done[2], done
 
 
-def test_signals_and_exit_codes_pass_through(program, tmp_path):
-    started = tmp_path / "started"
-    program.write_text(f"open({str(started)!r}, 'w'); import signal; signal.pause()")
-    with Command("run", "--", sys.executable, program) as command:
-        wait_until(started.exists)
+def test_signals_pass_through_except_those_that_nohup_ignores():
+    text = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)"
+    words = "run", "--", sys.executable, "-c", f"{text}; signal.pause()"
+    with Command(*words, python=["nohup", sys.executable, "-m", "shardcache"]) as command:
+        assert command.process.stdout.readline() == "True\n"
         command.process.send_signal(signal.SIGTERM)
         assert command.end()[0] == 128 + signal.SIGTERM
 
@@ -246,7 +242,7 @@ def test_a_signal_that_comes_before_the_program_reaches_it(run, monkeypatch):
 
 
 def test_the_variables_of_env_have_directory_and_configuration_of_the_command(
-    run, program, spec, tmp_path, monkeypatch
+    run, spec, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -254,15 +250,8 @@ def test_the_variables_of_env_have_directory_and_configuration_of_the_command(
     (tmp_path / "good.toml").touch()
     options = "--config=good.toml", "--dir=~/c"
     out = run.out(*options, "run", "-o", "min_free=0", "--env")
-    program.write_text(SAMPLES)
-    (tmp_path / "job.sh").write_text(f"{out}\nexec {sys.executable} {program} '{spec}'")
+    (tmp_path / "train.py").write_text(SAMPLES)
+    (tmp_path / "job.sh").write_text(f"{out}\nexec {sys.executable} train.py '{spec}'")
     process = run_process(python=["sh", tmp_path / "job.sh"])
     assert process[:2] == (0, "80\n"), process[2]
     assert run.out(*options, "ls").count("train-") == SHARDS
-
-
-def test_a_signal_that_nohup_ignores_stays_ignored():
-    text = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
-    python = ["nohup", sys.executable, "-m", "shardcache"]
-    ended = run_process("run", "--", sys.executable, "-c", text, python=python)
-    assert ended[:2] == (0, "True\n")

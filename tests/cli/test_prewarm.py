@@ -13,7 +13,6 @@ from shardcache.cli.main import main
 from shardcache.prewarm import Outcome, PrewarmPlan, PrewarmReport, ShardResult, Stopped
 from shardcache.urls import parse_url
 from tests.support.clitools import run_process
-from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import room
 from tests.support.tars import make_tar
 
@@ -66,15 +65,6 @@ def test_a_name_with_a_control_character_fails_alone(
     err = run.err(*command.format(folder, bucket).split(), "--json", code=3)
     assert err.count("contains a control character") == 1
     assert ("a.tar (" in err) == command.startswith("import")  # a disk states no checksum
-
-
-@needs_root
-def test_a_read_only_cache_is_named(run, spec, tmp_path):
-    with disk(tmp_path / "disk", "size=64m") as path:
-        run.out("--dir", path / "cache", "prewarm", spec)
-        remount(path, "ro")
-        err = run.err("--dir", path / "cache", "prewarm", spec, code=2)
-    assert "Read-only file system" in err and "remount,rw" in err
 
 
 def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path, monkeypatch):

@@ -124,11 +124,14 @@ def test_a_repeated_order_is_named_once_and_v_logs_more(launch, spec):
 
 
 @needs_root
-def test_a_read_only_cache_is_named_once_and_the_last_line_counts(launch, spec, run, tmp_path):
+def test_a_read_only_cache_is_named_by_prewarm_and_once_by_run(launch, spec, run, tmp_path):
     with disk(tmp_path / "disk", "size=8m") as path:
-        assert run("--dir", path / "c", "prewarm", spec.replace("0003", "0001"))[0] == 0
+        prewarm = "--dir", path / "c", "prewarm", spec.replace("0003", "0001")
+        run.out(*prewarm)
         remount(path, "ro")
+        error = run.err(*prewarm, code=2)
         code, out, err = launch(WORKERS, spec, directory=path / "c")
+    assert "Read-only file system" in error and "remount,rw" in error
     assert (code, out) == (7, "40 40\n" * 2)
     assert err.lower().count("read-only") == 1 and "counts nothing" in err, err
     assert "8 shards opened, 4 of them from the cache" in err.splitlines()[-1]

@@ -57,9 +57,8 @@ def test_ls_selects_sorts_and_limits(run, warm, bucket, tmp_path):
     assert cache.remove(f"s3://{bucket}/")[0] > 0 and not list(cache.entries())
 
 
-def test_ls_shows_damaged_entries(run, warm, tmp_path):
-    with Cache(tmp_path / "cache") as cache:
-        truncated, scribbled, gone, mistaken = (cache.entry(url) for url in warm)
+def test_ls_shows_damaged_entries(run, warm):
+    truncated, scribbled, gone, mistaken = map(Cache().entry, warm)
     other = mistaken.data.rename(mistaken.path / "other.tar")  # readers do not find this name
     assert states(run) == ["ok", "ok", "ok", "damaged"]
     other.rename(mistaken.path / "train-0003.tar")

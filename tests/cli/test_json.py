@@ -83,5 +83,4 @@ def test_json_has_the_keys_that_scripts_rely_on(run, warm, orphan, bucket, tmp_p
 
 def test_json_of_an_empty_cache(run, layout):
     for line in ("ls", "ls --partial", "clean", "verify", "stats", "top --interval 0.2"):
-        code, out, _ = run(*line.split(), "--json")
-        assert code == 0 and json.loads(out)["schema"] == 1, line
+        assert run.json(*line.split())["schema"] == 1

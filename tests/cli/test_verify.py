@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardcache.cache import Cache
 from shardcache.store import verify
-from tests.support.storetools import tree
+from tests.support.storetools import damage, tree
 
 
 def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, proxy, tmp_path):
@@ -18,8 +18,7 @@ def test_damage_is_a_line_and_exit_4_until_it_is_repaired(run, warm, data, proxy
     code, out, err = run("verify")
     assert (code, err) == (0, "") and re.fullmatch(sound, out)
     assert run("verify", "-q") == (0, "", "") and proxy.requests() == []
-    with Cache(tmp_path / "cache") as cache, open(cache.entry(warm[1]).data, "r+b") as file:
-        file.write(b"x")
+    damage(Cache().entry(warm[1]).data)
     code, out, err = run("verify")
     line, summary = out.splitlines()
     assert code == 4 and re.fullmatch(r"verified 4 shards, .*: 1 damaged", summary)

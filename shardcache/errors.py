@@ -117,7 +117,7 @@ class OnceError(ShardCacheError, RuntimeError):
     """The rank that did some work for all ranks failed; ``traceback`` is its traceback as text."""
 
 
-class BoardError(ShardCacheError, ConnectionError):
+class TorchStoreError(ShardCacheError, ConnectionError):
     """Ranks cannot communicate, because the store of torch.distributed does not respond."""
 
     errno = errno.ECONNRESET

@@ -28,10 +28,10 @@ from shardcache import clock, threads
 from shardcache.clock import boot_id
 from shardcache.errors import (
     BarrierTimeoutError,
-    BoardError,
     ConfigError,
     InTheWayError,
     OnceError,
+    TorchStoreError,
     WaitTimeoutError,
 )
 from shardcache.faults import ignoring, system_error
@@ -282,7 +282,7 @@ class FileStore:
 def _shared_store(per: str, dir: PathLike | None, job: str | None) -> Iterator[tuple[Any, str]]:
     """Enter as the store of a job's ranks, or of those on this node, and a text that names it.
 
-    Raises BoardError if torch's store does not answer in the body.
+    Raises TorchStoreError if torch's store does not answer in the body.
     """
     parse_choice(per, ("node", "job"))
     location, directory = None, dir or os.environ.get(_DIRECTORY_VARIABLE, "").strip()
@@ -311,7 +311,7 @@ def _shared_store(per: str, dir: PathLike | None, job: str | None) -> Iterator[t
         if torch is None or not isinstance(exn, getattr(torch, "DistError", RuntimeError)):
             raise  # of a signal handler
         reason = str(exn).partition("\n")[0]
-        raise BoardError(
+        raise TorchStoreError(
             f"The store of torch.distributed does not answer ({reason:.200}). "
             "Rank 0, which serves it, has probably ended. Check its output."
         ) from exn

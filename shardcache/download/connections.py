@@ -92,7 +92,7 @@ class Connections:
         self.part = part or PART
         self._most = most
         self._origins = origins
-        self._downloaders = Downloaders(node)
+        self._downloaders = NodeDownloaders(node)
         self._fastest = math.inf  # seconds of the fastest response so far
         self._useful = _FEW  # connections that bring more than they cost
         self._busy = 0
@@ -261,7 +261,7 @@ class Connections:
         self._release()
 
 
-class Downloaders:
+class NodeDownloaders:
     """Registers a cache as a downloader of its node, and counts the node's downloaders.
 
     A downloader holds a record lock on one random byte of ``downloads.lock``. The lock belongs to

@@ -70,7 +70,7 @@ _CERTIFICATES = (
 )
 
 
-def refused(response: Response) -> bytes:
+def refusal_page(response: Response) -> bytes:
     """Read and return the body of a refused request, so that the connection can be used again."""
     try:
         return read_all(response, _PAGE)
@@ -78,7 +78,7 @@ def refused(response: Response) -> bytes:
         return b""
 
 
-def unanswered(exn: Exception, shard: ShardURL, server: str, secrets: Collection[str]) -> Exception:
+def no_answer(exn: Exception, shard: ShardURL, server: str, secrets: Collection[str]) -> Exception:
     """Return the exception that an origin raises for an exception of `Transport.request`."""
     import ssl  # here: plain HTTP does not need it
 
@@ -291,7 +291,7 @@ class WebOrigin(Origin):
             )
         except (MalformedError, system_error()) as exn:
             where = f"{name}{self.transport.via(server)}{route.after}"
-            error = unanswered(exn, shard, where, secrets)
+            error = no_answer(exn, shard, where, secrets)
         if error is not None:
             raise error
         if response.status in (200, 206):
@@ -305,7 +305,7 @@ class WebOrigin(Origin):
                 "stored.",
                 url=str(shard),
             )
-        refused(response)
+        refusal_page(response)
         if (moved := route.redirected(response, shard)) is not None:
             return self._request(method, shard, headers, moved)
         reason = f"{name}{self.transport.via(server)}{route.after} answered {response.status}"

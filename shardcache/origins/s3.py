@@ -439,7 +439,7 @@ class S3Origin(Origin):
             if _is_botocores(exn):
                 error = chain_error(exn, shard, self._profile, worked=self.prepare().worked)
             elif is_local_error(exn) or isinstance(exn, MalformedError):
-                error = http.unanswered(exn, shard, where + self.transport.via(server), secrets)
+                error = http.no_answer(exn, shard, where + self.transport.via(server), secrets)
         raise error
 
     @property
@@ -587,7 +587,7 @@ def _reason(page: ElementTree.Element, response: Response) -> tuple[str, str]:
 def _read_refusal(response: Response) -> tuple[str, str, str | None]:
     """Return the error code, a text with code and message, and the region to try next, or None."""
     try:
-        page = ElementTree.fromstring(http.refused(response))  # noqa: S314 - by expat
+        page = ElementTree.fromstring(http.refusal_page(response))  # noqa: S314 - by expat
     except (ElementTree.ParseError, ValueError, LookupError):  # LookupError: unknown encoding
         page = ElementTree.Element("")  # the page of a proxy, or an empty body
     code, reason = _reason(page, response)

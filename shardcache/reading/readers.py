@@ -241,14 +241,14 @@ class OriginReader:
         self._proof: tuple[str, TreeDigest] | None = None
         self._body: Body | None = None
         if response is None:
-            self._find_sources(cache.origins.sources(shard))
+            self._use_sources(cache.origins.sources(shard))
             self._body = self._call(self._open)
         else:
-            self._find_sources(iter([cache.origins.of(shard)]))
+            self._use_sources(iter([cache.origins.of(shard)]))
             self._body, self._info, self._size = response, response.info, response.info.size
         self._read_at = clock.monotonic()
 
-    def _find_sources(self, sources: Iterator[Origin]) -> None:
+    def _use_sources(self, sources: Iterator[Origin]) -> None:
         self._pid, self._sources = os.getpid(), sources
         self._use_next_source()
 
@@ -281,7 +281,7 @@ class OriginReader:
                 "origin names no version. Open it in the forked process.",
                 url=str(self._shard),
             )
-        self._find_sources(self._cache.origins.sources(self._shard))
+        self._use_sources(self._cache.origins.sources(self._shard))
 
     def _call(self, function: Callable[[], T]) -> T:
         """Call ``function`` for one source after the other, until it succeeds."""

@@ -1,6 +1,6 @@
 """Reserve room for a shard before its first byte is written.
 
-The file ``usage`` has a number for each part of the cache, which are the shards whose keys begin
+The file ``usage`` has a number for each bin of the cache, which are the shards whose keys begin
 with the same two digits. If locks fail, each process may exceed the budget by the shards that
 others admit at the same moment. With leases, all entries and partials are counted each time.
 """
@@ -38,8 +38,8 @@ from shardcache.urls import ShardURL
 
 logger = logging.getLogger(__name__)
 
-#: Number of parts: the directories of `Layout.objects`.
-_PARTS = 256
+#: Number of bins: the directories of `Layout.objects`.
+_BINS = 256
 #: An eviction lists at least this many entries, or all, while other admissions wait.
 _SAMPLE = 1000
 #: An eviction lists this many times the bytes that it must free, or everything, so that it evicts
@@ -51,7 +51,7 @@ _MANY = 100
 #: If the numbers are unknown, at least this many shards are counted, or all of them; an estimate
 #: from these is within 4 %.
 _COUNTED = 10_000
-#: Multiples of this number, modulo 256, spread a sample over the parts. Evictions take the parts in
+#: Multiples of this number, modulo 256, spread a sample over the bins. Evictions take the bins in
 #: turn, so several in a row may hold more than the average.
 _STRIDE = 159
 #: Seconds after which an admission lists a sample although nothing must be evicted, to correct the
@@ -77,8 +77,8 @@ _KEEP_PARTIALS = 3600.0
 _RECORD = 8192
 
 
-def _part(name: str) -> int:
-    """Return the part of a key, or of a directory in `Layout.partial`."""
+def _bin(name: str) -> int:
+    """Return the bin of a key, or of a directory in `Layout.partial`."""
     return int(name.removeprefix("evict.")[:2], 16)
 
 
@@ -95,26 +95,26 @@ class Contents(NamedTuple):
 class _Usage:
     """The content of the file ``usage``."""
 
-    #: Bytes on disk of the entries and shards in flight of each part; None if not counted.
-    parts: list[int | None] = field(default_factory=lambda: [None] * _PARTS)
-    next: int = 0  #: the part to list next
+    #: Bytes on disk of the entries and shards in flight of each bin; None if not counted.
+    bins: list[int | None] = field(default_factory=lambda: [None] * _BINS)
+    next: int = 0  #: the bin to list next
     listed: float = -math.inf  #: when a sample was listed, on the monotonic clock of the node
     #: Parts to count again in the next admission, because a final size is unknown.
     growing: set[int] = field(default_factory=set)
 
     @property
     def total(self) -> int:
-        """The bytes of all parts, estimated from those that were counted."""
-        known = [size for size in self.parts if size is not None]
-        return sum(known) * _PARTS // max(1, len(known))
+        """The bytes of all bins, estimated from those that were counted."""
+        known = [size for size in self.bins if size is not None]
+        return sum(known) * _BINS // max(1, len(known))
 
-    def listed_to(self, part: int) -> None:
-        self.next = (part + 1) % _PARTS
+    def listed_to(self, bin: int) -> None:
+        self.next = (bin + 1) % _BINS
         self.listed = clock.monotonic()
 
-    def add(self, part: int, size: int) -> None:
-        before = self.parts[part]
-        self.parts[part] = None if before is None else max(0, before + size)
+    def add(self, bin: int, size: int) -> None:
+        before = self.bins[bin]
+        self.bins[bin] = None if before is None else max(0, before + size)
 
 
 @dataclass(eq=False)
@@ -217,14 +217,14 @@ class Space:
         self, shard: ShardURL, size: int | None, policy: Policy | None, exists: bool
     ) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
-        room, part = 0 if size is None else self.allocated(size), _part(shard.key)
+        room, bin = 0 if size is None else self.allocated(size), _bin(shard.key)
         need = 0 if exists else room  # a listing counts what exists
         if (limits := self.limits(need)) == Limits():
             return  # no limit applies, so ``usage`` is not needed
         with self._usage() as usage:
             if size is None or exists:
-                usage.parts[part] = None
-                usage.growing.add(part)
+                usage.bins[bin] = None
+                usage.growing.add(bin)
             self._count(usage)
             swept, freed, least = False, 0, 2 * max(1, room)
             for _ in range(_PLANS):
@@ -235,7 +235,7 @@ class Space:
                         continue
                     if not has_room:
                         break
-                    usage.add(part, need)
+                    usage.add(bin, need)
                     return
                 missing, is_recent = self._refusal(need, policy, usage)
                 if missing and is_recent:
@@ -277,14 +277,14 @@ class Space:
         possible, ``extra`` entries are evicted in addition.
         """
         over = limits.excess(usage.total + need)
-        order = [(usage.next + n) % _PARTS for n in range(_PARTS)]
+        order = [(usage.next + n) % _BINS for n in range(_BINS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
         for least in (_SAMPLE,) if sample_only else (_SAMPLE, math.inf):
-            for part, (found, size) in listing:
+            for bin, (found, size) in listing:
                 entries += found
                 listed += size
-                usage.listed_to(part)
+                usage.listed_to(bin)
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
@@ -299,7 +299,7 @@ class Space:
         """Carry out a plan; return the bytes freed. Call it with the budget lock."""
         gone = self.evict(planned.removed)
         for removal in gone:
-            usage.add(_part(removal.entries[0].key), -removal.size)
+            usage.add(_bin(removal.entries[0].key), -removal.size)
         return sum(removal.size for removal in gone)
 
     def flights(self) -> list[InFlight]:
@@ -313,14 +313,12 @@ class Space:
         return flights
 
     def contents(self) -> Contents:
-        """Count the shards on the disk; estimate a large cache from a fixed sample of its parts."""
+        """Count the shards on the disk; estimate a large cache from a fixed sample of its bins."""
         stores, files, share = self.stores(), list[eviction.Links](), 0.0
-        for n in range(_PARTS):
-            part = f"{n * _STRIDE % _PARTS:02x}"
-            files += eviction.group_links(
-                entry for store in stores for entry in store.entries(part)
-            )
-            share = (n + 1) / _PARTS
+        for n in range(_BINS):
+            bin = f"{n * _STRIDE % _BINS:02x}"
+            files += eviction.group_links(entry for store in stores for entry in store.entries(bin))
+            share = (n + 1) / _BINS
             if len(files) >= _COUNTED:
                 break
         size = sum(links[0].size for links in files)
@@ -328,36 +326,36 @@ class Space:
         shards, size, used = (round(count / share) for count in (len(files), size, used))
         return Contents(shards, size, used, estimated=share < 1)
 
-    def _list(self, usage: _Usage, parts: Iterable[int]) -> Iterator[tuple[list[Entry], int]]:
-        """Yield the entries of each part, and their bytes on disk; correct ``usage``."""
+    def _list(self, usage: _Usage, bins: Iterable[int]) -> Iterator[tuple[list[Entry], int]]:
+        """Yield the entries of each bin, and their bytes on disk; correct ``usage``."""
         flights: dict[int, list[InFlight]] = {}
         for flight in self.flights():
-            flights.setdefault(_part(flight.path.name), []).append(flight)
+            flights.setdefault(_bin(flight.path.name), []).append(flight)
         stores = self.stores()
-        for part in parts:
-            entries = [entry for store in stores for entry in store.entries(f"{part:02x}")]
+        for bin in bins:
+            entries = [entry for store in stores for entry in store.entries(f"{bin:02x}")]
             published = {(entry.key, entry.version) for entry in entries}
             # A partial that was published after it was listed counts only as an entry. A partial
             # that still exists next to an entry of its version may replace the entry: both count.
             reserved = sum(
                 flight.reserved
-                for flight in flights.get(part, ())
+                for flight in flights.get(bin, ())
                 if (flight.key, flight.version) not in published or is_directory(flight.path)
             )
-            if any(f.live and f.key and f.size is None for f in flights.get(part, ())):
-                usage.growing.add(part)
+            if any(f.live and f.key and f.size is None for f in flights.get(bin, ())):
+                usage.growing.add(bin)
             size = eviction.total_bytes(entries, self.allocated)
-            usage.parts[part] = size + reserved
+            usage.bins[bin] = size + reserved
             yield entries, size
 
     def _count(self, usage: _Usage) -> None:
-        """Count the parts whose bytes are unknown, until `_COUNTED` shards are counted."""
-        unknown = [part for part, size in enumerate(usage.parts) if size is None]
+        """Count the bins whose bytes are unknown, until `_COUNTED` shards are counted."""
+        unknown = [bin for bin, size in enumerate(usage.bins) if size is None]
         left = math.inf if self.node.grace is not None else _COUNTED
         for entries, _ in self._list(usage, unknown) if unknown else ():
             if (left := left - len(entries)) <= 0:
                 break
-        if len(unknown) == _PARTS:
+        if len(unknown) == _BINS:
             usage.listed_to(usage.next - 1)
 
     @contextlib.contextmanager
@@ -367,17 +365,17 @@ class Space:
         try:
             yield usage
         finally:
-            parts = [None if n in usage.growing else size for n, size in enumerate(usage.parts)]
-            self._record(self.node.usage, parts, usage.next, usage.listed)
+            bins = [None if n in usage.growing else size for n, size in enumerate(usage.bins)]
+            self._record(self.node.usage, bins, usage.next, usage.listed)
 
     def _read(self) -> _Usage:
-        """Return the content of ``usage``. With leases, or if it is damaged, no part is counted."""
+        """Return the content of ``usage``. With leases, or if it is damaged, no bin is counted."""
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            boot, parts, part, listed = read_json(self.node.usage)
-            if len(parts) == _PARTS and self.node.grace is None:
-                parts = [size if isinstance(size, int) and size >= 0 else None for size in parts]
+            boot, bins, bin, listed = read_json(self.node.usage)
+            if len(bins) == _BINS and self.node.grace is None:
+                bins = [size if isinstance(size, int) and size >= 0 else None for size in bins]
                 listed = float(listed) if boot == clock.boot_id() else -math.inf
-                return _Usage(parts, int(part) % _PARTS, listed)
+                return _Usage(bins, int(bin) % _BINS, listed)
         return _Usage()
 
     def _refusal(self, need: int, policy: Policy, usage: _Usage | None = None) -> tuple[int, bool]:
@@ -447,7 +445,7 @@ class Space:
         for store in self.stores():
             for removal in eviction.sweep(store, self.allocated):
                 logger.info("removed %s, %d bytes", removal.name, removal.size)
-                usage.parts[_part(Path(removal.name).name)] = None
+                usage.bins[_bin(Path(removal.name).name)] = None
                 swept += removal.size
         return swept
 

@@ -55,11 +55,11 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
-    def plan(self, entry: Entry) -> None:
+    def add_planned(self, entry: Entry) -> None:
         self.shards += 1
         self.bytes += entry.size
 
-    def check(self, entry: Entry) -> None:
+    def add_checked(self, entry: Entry) -> None:
         self.done += 1
         self.passed += entry.size
 
@@ -86,7 +86,7 @@ def verify(
     shards: dict[str, list[tuple[Store, Entry]]] = {}
     for store, entry in entries:
         shards.setdefault(entry.key, []).append((store, entry))
-        status.plan(entry)
+        status.add_planned(entry)
     is_closed = False
 
     def check_stopped() -> None:
@@ -116,7 +116,7 @@ def verify(
     try:
         for number, findings in threads.each(check, every, _THREADS, "shardcache-verify"):
             for _, entry in every[number]:
-                status.check(entry)
+                status.add_checked(entry)
             yield from findings
     finally:
         is_closed = True

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache
-from shardcache.download.connections import Downloaders, Throttle, parse_rate
+from shardcache.download.connections import NodeDownloaders, Throttle, parse_rate
 from shardcache.errors import ConfigError
 from shardcache.prewarm import Stopped
 from tests.support.caches import read, unfinished
@@ -128,7 +128,7 @@ def cache(make_cache, origin):
 def others(cache, count=NODE):
     """Register as many other downloaders on the node."""
     with contextlib.ExitStack() as stack:
-        for each in [Downloaders(lambda: cache.process.last_tier.node) for _ in range(count)]:
+        for each in [NodeDownloaders(lambda: cache.process.last_tier.node) for _ in range(count)]:
             each.join()
             stack.callback(each.leave)
         yield

@@ -87,5 +87,5 @@ def test_ranks_of_torch_communicate_through_its_store(tmp_path, monkeypatch):
         assert one.hear() == "taken over"
         zero.kill()
         kind, text, _ = one.hear()
-        assert kind == "BoardError" and "Rank 0, which serves it, has probably ended" in text
+        assert kind == "TorchStoreError" and "Rank 0, which serves it, has probably ended" in text
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".coverage")] == []

@@ -21,8 +21,6 @@ from shardcache.urls import ShardURL, advise_brackets, unexpanded
 if TYPE_CHECKING:
     import socket
 
-    from shardcache.origins.connection import Transport
-
 #: HTTP statuses below 500 after which another attempt may succeed: timeouts and throttling.
 _TRANSIENT = frozenset({408, 425, 429})
 #: Server faults that last: not implemented, and an unknown HTTP version. All other statuses from
@@ -210,7 +208,7 @@ class Origin(Protocol):
     lists_pages: bool = False
     #: The name of the upstream that has this copy; "" for the origin itself.
     upstream: str = ""
-    transport: Transport | None = None  #: its connections, once there are any, if they are kept
+    transport: Any = None  #: a `connection.Transport`, once there is one, if connections are kept
     #: For an upstream, the version of its copy, and the tree digest if the upstream states it.
     stated: ObjectInfo | None = None
     digest: str | None = None

@@ -163,21 +163,22 @@ def _shuffled(
 ) -> Iterator[Any]:
     """Yield the order of WebDataset's ``shuffle``, in half the time: a resume draws all of it."""
     buffer, end, draw = list[Any](), object(), rng.getrandbits
-    initial = min(initial, bufsize)
+    append, pop, initial = buffer.append, buffer.pop, min(initial, bufsize)
     for item in chain(data, repeat(end)):
         if item is not end:
-            buffer.append(item)
+            append(item)
             if len(buffer) < bufsize and (item := next(data, end)) is not end:
-                buffer.append(item)
+                append(item)
         if (size := len(buffer)) >= initial or item is end:
             if not size:
                 return
             bits = size.bit_length()
             while (number := draw(bits)) >= size:
                 pass
-            item, buffer[number] = buffer[number], buffer[-1]
-            buffer.pop()
-            yield item
+            last = pop()
+            if number < size - 1:
+                last, buffer[number] = buffer[number], last
+            yield last
 
 
 @dataclass

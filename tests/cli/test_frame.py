@@ -81,6 +81,7 @@ NEED_A_CACHE = (
         ("import folder s3://b/a.tar", "PREFIX is the place of the files"),
         ("import absent s3://b/", "absent is not a directory"),
         ("import folder/file s3://b/", "folder/file is not a directory"),
+        ("import '' s3://b/", "'' is not a directory"),
         ("import folder s3://b/", "no tar files"),
         ("index s3://b/a.tar -o folder", "folder is no regular file"),
         ("index s3://b/a.tar -o pipe", "pipe is no regular file"),

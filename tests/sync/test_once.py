@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -116,6 +118,28 @@ def test_another_rank_takes_over_from_an_interrupted_one(tmp_path, monkeypatch, 
         sync.once("k", print if early else interrupted, **where)
     monkeypatch.undo()
     assert sync.once("k", lambda: "done", **where) == "done"
+
+
+def test_a_late_heartbeat_does_not_hide_that_its_runner_gave_up(tmp_path, monkeypatch):
+    begun, post = threading.Event(), sync.FileStore.set
+
+    def slowly(store, name, text):
+        if text != "gave up":
+            begun.set()
+            time.sleep(0.2)
+        post(store, name, text)
+
+    def interrupted():
+        assert begun.wait(PATIENCE)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sync, "_BEATS", 100)
+    monkeypatch.setattr(sync.FileStore, "set", slowly)
+    where = {"dir": tmp_path, "job": "j", "lease": 30}
+    with pytest.raises(KeyboardInterrupt):
+        sync.once("k", interrupted, **where)
+    time.sleep(0.5)  # until the heartbeat would have come
+    assert sync.once("k", lambda: "done", timeout=10, **where) == "done"
 
 
 @pytest.mark.parametrize("which", ["claim.0", "claim.0.beat"])

@@ -17,7 +17,7 @@ from shardcache.prewarm import Stopped
 from tests.support.caches import read, unfinished
 from tests.support.storetools import BLOCK, PATIENCE, crowd, descriptors, payload, wait_until
 from tests.support.tars import make_tar
-from tests.support.webservers import Scripted, part_of, running
+from tests.support.webservers import Scripted, answer, part_of, running
 
 NODE, PROCESS, FEW = 64, 32, 2  # limits of connections
 FAR, SLOW, FAST = 0.03, 0.01, 0.001  # seconds until the first byte
@@ -102,17 +102,26 @@ def test_processes_that_have_downloaded_leave_connections_to_others(tmp_path):
 
 
 def test_the_server_that_was_used_last_keeps_its_connections(make_cache, serve):
-    def respond(head):
+    copies = []  # whether the upstream has any
+
+    def origin(head):
         wait_until(lambda: len(first.heads) > 1)
         return b"".join(part_of(payload(1), head))
 
-    first, second = (serve(respond, most=1000) for _ in range(2))
-    cache = make_cache()
+    def upstream(head):
+        if not copies or ".shardcache.json" in head:
+            return answer("404 Not Found", Connection=None)
+        stated, body = part_of(payload(1), head)
+        return stated if head.startswith("HEAD") else stated + body
+
+    first, second = serve(origin, most=1000), serve(upstream, most=1000)
+    cache, kept = make_cache(upstreams=[second.url]), []
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(partial(read, cache), (f"{first.url}/{n}.bin" for n in range(2))))
-    kept = []
-    for number in range(3):
-        assert read(cache, f"{second.url}/{number}.bin") == payload(1)
+    wait_until(lambda: len(first.clients) == 2 and not second.clients)
+    copies.append(True)
+    for number in range(2, 5):
+        assert read(cache, f"{first.url}/{number}.bin") == payload(1)
         kept += second.clients
     assert len(kept) == 3 and len({*kept}) == 1
 

@@ -423,7 +423,13 @@ class Space:
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
     def plan(
-        self, entries: Sequence[Entry], limits: Limits, policy: Policy, *, reserved: int = 0
+        self,
+        entries: Sequence[Entry],
+        limits: Limits,
+        policy: Policy,
+        *,
+        reserved: int = 0,
+        in_use: Callable[[Entry], bool] | None = None,
     ) -> CleanReport:
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
@@ -435,7 +441,7 @@ class Space:
             since=policy.kept_since(self.node, now),
             pinned=pins,
             reserved=reserved,
-            in_use=self.stores()[0].in_use,
+            in_use=in_use or self.stores()[0].in_use,
             allocated=self.allocated,
         )
 

@@ -103,7 +103,8 @@ def failing(how, layout, monkeypatch):
                 yield
                 assert total(layout).hits == 0
         case "ended run":
-            monkeypatch.setenv("SHARDCACHE_RUN", f"1.0:{layout.base}/gone/notes")
+            run = 1.0, f"{layout.base}/gone/notes"
+            monkeypatch.setattr("shardcache.stats.counters.run_of_this_process", lambda: run)
             yield
 
 

@@ -138,6 +138,15 @@ def whole_number(name: str) -> int | None:
     return None if text is None else int(text)
 
 
+def is_half_stated() -> bool:
+    """Return whether only one of torch's variables for the rank and the world size is set."""
+    return (_text("RANK") is None) != (_text("WORLD_SIZE") is None)
+
+
+#: The warning if it is.
+HALF_STATED = "only one of RANK and WORLD_SIZE is set, so each rank reads all samples: set both"
+
+
 def safe_name(job: str) -> str:
     """Convert a job id to a name for a directory: ``[A-Za-z0-9._-]{1,64}``, not ``.`` or ``..``.
 

@@ -29,7 +29,7 @@ from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.faults import ignoring
 from shardcache.locks.mounts import LOCAL_TYPES, mount_of
 from shardcache.origins.listing import SHARD, Listing, is_pattern
-from shardcache.ranks import LAUNCHERS, detect, run_of_this_process
+from shardcache.ranks import HALF_STATED, LAUNCHERS, detect, is_half_stated, run_of_this_process
 from shardcache.reading.lookahead import Lookahead
 from shardcache.reading.stream import stream_file
 from shardcache.urls import ShardURL, find_scheme, shown_url
@@ -456,8 +456,10 @@ def _warn_of_ranks(cache: Cache) -> None:
     """Log, once per job, that WebDataset does not see the ranks of the job."""
     from webdataset.utils import pytorch_worker_info  # which its splitters use
 
-    ranks = detect()
-    if ranks.source not in LAUNCHERS or pytorch_worker_info()[1] > 1 or ranks.world_size == 1:
+    ranks, seen = detect(), pytorch_worker_info()[1]
+    if seen == 1 and is_half_stated() and is_new("half", cache):
+        logger.warning(HALF_STATED)
+    if ranks.source not in LAUNCHERS or seen > 1 or ranks.world_size == 1:
         return
     if is_new("ranks", cache):
         number, size = LAUNCHERS[ranks.source][:2]

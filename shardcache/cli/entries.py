@@ -61,7 +61,9 @@ specs_argument = click.argument("specs", nargs=-1, required=True, metavar="SPEC.
 @command("ls")
 @flag("-l", "--long", help="Also show version and path.")
 @flag("--partial", help="List partial downloads instead of cached shards.")
-@click.option("--by", type=click.Choice(["prefix"]), help="One row for the shards of a prefix.")
+@click.option(
+    "--by", type=click.Choice(["prefix"]), metavar="prefix", help="One row for each prefix."
+)
 @cli.number_option("--limit", help="Show only the first N shards.", minimum=0)
 @click.option(
     "--sort",

@@ -34,8 +34,8 @@ def index_command(
 
     Reads the shards through the cache, which downloads those that are not cached. FILE is
     written when all shards are counted; it has the form of wids. If the command is interrupted
-    or shards fail, run it again: it does not read again what it has counted. With
-    --skip-missing, FILE has the shards that exist.
+    or shards fail, run it again: it does not read again what it has counted, which is in
+    FILE.partial until then. With --skip-missing, FILE has the shards that exist.
 
     \b
     Examples:

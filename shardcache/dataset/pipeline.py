@@ -453,8 +453,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         is_plain = isinstance(loader, DataLoader) and not hasattr(loader, "load_state_dict")
         if not is_plain or loader.dataset is not self:  # the state of a copy would not fit
             raise ConfigError(
-                f"track takes torch's DataLoader of this pipeline, not a {type(loader).__name__}, "
-                "nor one of a copy, such as dataset.batched(8) returns. Write: dataset = "
+                f"track takes torch's DataLoader of this pipeline, no {type(loader).__name__}, and "
+                "none of a copy, such as dataset.batched(8) returns. Write: dataset = "
                 "dataset.batched(8), then dataset.track(torch.utils.data.DataLoader(dataset, ...))."
             )
         tracked = vars(loader).get("_tracked_by_shardcache")  # its workers may persist

@@ -21,7 +21,7 @@ from shardcache.dataset.mixture import Mixture
 from shardcache.dataset.order import VERSION, Epoch, MixedOrder, Order, checked_int
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring
-from shardcache.ranks import detect, torch_store, world_size
+from shardcache.ranks import HALF_STATED, detect, is_half_stated, torch_store, world_size
 from shardcache.ranks import rank as own_rank
 from shardcache.reading.lookahead import Prefetcher
 from shardcache.space.memory import Volume
@@ -258,11 +258,15 @@ class ShardBatchSampler(Sampler[list[int]]):
         """Make the order, if it fits the batch and the ranks."""
         size, (rank, world) = self.global_batch, self._ranks()
         # Ranks that the user passes may be a part of those of the launcher.
-        local = detect().local_size if self._place == (None, None) else None
+        is_launched = self._place == (None, None)
+        local = detect().local_size if is_launched else None
         self._nodes = world // local if local and world % local == 0 else 1
         if lanes is None and shuffle != 0 and world > 1 and not local and rank == 0:
             text = "the launcher does not state the number of nodes, so each node may download all "
             logger.warning(text + "shards. If there are several, pass lanes=NODES.")
+        is_half = is_launched and world == 1 and is_half_stated()
+        if is_half and self.data.cache.process.notices.is_new("half"):
+            logger.warning(HALF_STATED)
         parts = self._nodes if shuffle != 0 else 1
         lanes = checked_int("lanes", parts if lanes is None else lanes, 1)
         mixed = max(_MIXED_PER_LANE, -(-_MIXED // lanes))

@@ -236,11 +236,12 @@ class Listing:
                 raise ConfigError(text, url=str(directory))
             tokens.add(token)
 
-    def sizes(self, shards: Sequence[ShardURL]) -> dict[str, int]:
+    def sizes(self, shards: Sequence[ShardURL], level: int = logging.INFO) -> dict[str, int]:
         """Return the sizes of shards by key, as far as listings and local files reveal them.
 
         S3 takes about one request per thousand objects in the folders of the shards, up to a limit.
-        If a listing fails or is forbidden, the remaining sizes are missing from the result.
+        If a listing fails or is forbidden, the remaining sizes are missing from the result; the
+        reason is logged at ``level``.
         """
         keys = {str(shard): shard.key for shard in shards if not shard.options}
         folders: dict[ShardURL, list[str]] = {}
@@ -265,7 +266,7 @@ class Listing:
                 if left <= 0:
                     break
         except ShardCacheError as exn:  # the next folder would fail as well
-            logger.info("planning without the sizes of shards: %s", exn)
+            logger.log(level, "planning without the sizes of shards: %s", exn)
         sizes = {key: self._sizes[url] for url, key in keys.items() if url in self._sizes}
         for shard in shards:
             if shard.is_local:

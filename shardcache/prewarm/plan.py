@@ -6,6 +6,7 @@ meantime, `confirm` and the downloads notice it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -168,7 +169,9 @@ def make_plan(
     current = (e for e in entries if e.key in wanted and e.version not in outdated.get(e.key, ()))
     cached = {entry.key: entry for entry in current}
     missing = [s for s in shards if s.key not in cached and s.key not in errors]
-    sizes: Mapping[str, int] = {} if options.get("check") or not missing else listing.sizes(missing)
+    level = logging.WARNING if options.get("dry_run") else logging.INFO
+    needs_sizes = missing and not options.get("check")
+    sizes: Mapping[str, int] = listing.sizes(missing, level) if needs_sizes else {}
     allocated = process.last_tier.space.allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = sum(on_disk.values())

@@ -112,8 +112,7 @@ class PrewarmPlan:
             return f"{text}  does not fit: {format_bytes(self.missing)} over the limit"
         if self.evict:
             text += f", {format_bytes(self.evict)} of older shards will be evicted"
-        # A shard of unknown size may not exist, so the plan is not called ok.
-        return text if unknown else f"{text}  ok"
+        return f"{text}  {'some may not exist' if unknown else 'ok'}"
 
     def as_dict(self) -> dict[str, int]:
         return {

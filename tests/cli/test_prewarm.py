@@ -125,7 +125,8 @@ def test_a_prefix_without_its_slash_is_suggested_with_it(run, bucket, s3_environ
     hint = f"For all shards below s3://{bucket}/train, write s3://{bucket}/train/"
     assert hint in run.err("prewarm", f"s3://{bucket}/train", f"s3://{bucket}/absent.tar", code=3)
     _, out, err = run("prewarm", f"s3://{bucket}/train", "-n")  # without a request for the shard
-    assert "(sizes unknown)" in out and not out.endswith("ok\n") and hint in err
+    assert "(sizes unknown)" in out and out.endswith("some may not exist\n") and hint in err
+    assert "there is no bucket absent" in run("prewarm", "-n", "s3://absent/a.tar")[2]
 
 
 def test_path_prints_just_a_path_and_downloads_on_request(run, spec, bucket, data, tmp_path):

@@ -204,6 +204,10 @@ def test_defaults_come_from_the_launcher(make, set_variables, monkeypatch, caplo
     assert warnings(caplog)[1:] == [
         "4 nodes read 2 lanes, so several nodes download the same shards"
     ]
+    monkeypatch.delenv("RANK")
+    for _ in range(2):
+        make(world=None)
+    assert [each[:37] for each in warnings(caplog)[2:]] == ["only one of RANK and WORLD_SIZE is se"]
 
 
 def test_an_iteration_has_the_rank_of_its_process(make, set_variables):

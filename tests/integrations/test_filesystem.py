@@ -1,9 +1,11 @@
 """``shardcache::s3://...`` in fsspec."""
 
+import contextlib
 import errno
 import os
 import pickle
 import re
+import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -235,6 +237,25 @@ def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp
         with pytest.raises(ValueError):
             stream.fileno()  # of a closed file
         memory.cat_file("/b.tar", 0, 1)  # the other loop reads this one from the cache
+
+
+def test_a_handler_may_raise_while_the_size_is_asked_for(files, web):
+    files.files["/a.tar"] = content = SHARD + bytes(BLOCK)  # more than a buffer
+
+    def handler(frame, event, _):
+        if left and not (left.pop() or left):
+            raise InterruptedError(0, "by a handler")
+
+    for number in range(1, 60):
+        with web.open(f"{files.url}/a.tar") as stream:
+            found, left = stream.read(1000), [None] * number
+            with contextlib.suppress(InterruptedError):
+                sys.setprofile(handler)
+                try:
+                    stream.size  # noqa: B018
+                finally:
+                    sys.setprofile(None)
+            assert found + stream.read() == content
 
 
 def test_numpy_waits_for_the_first_download(files, web):

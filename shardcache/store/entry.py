@@ -215,8 +215,10 @@ class Opened:
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
-        with ignoring(OSError):  # the file was only read, and is closed nevertheless
+        try:
             self.file.close()
+        except system_error() as exn:  # the file was only read, and is closed nevertheless
+            logger.debug("%s: %s", self.path, exn)
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:

@@ -79,12 +79,13 @@ def test_32_processes_that_download_at_once_use_64_connections(tmp_path):
         assert store.peak == NODE
 
 
-def test_a_process_whose_neighbours_were_killed_uses_all_its_connections(tmp_path):
+@pytest.mark.parametrize("killed", [0, 7])
+def test_a_process_that_downloads_alone_uses_all_its_connections(tmp_path, killed):
     store = Store(payload((1 + PROCESS) * BLOCK), least=PROCESS)
-    with running(store), crowd(8, reader, store, tmp_path) as readers:
+    with running(store), crowd(killed + 1, reader, store, tmp_path) as readers:
         for number, each in enumerate(readers):
             each.tell(number)
-        wait_until(lambda: store.active == 8)
+        wait_until(lambda: store.active == killed + 1)
         for each in readers[1:]:
             each.kill()
         store.gate.set()

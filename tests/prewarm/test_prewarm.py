@@ -32,7 +32,7 @@ def names(count, bucket="b"):
 def listed(monkeypatch, origin):
     """Let listings state the sizes of the in-memory origin."""
 
-    def sizes(self, shards):
+    def sizes(self, shards, level):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
 
     monkeypatch.setattr(SIZES, sizes)
@@ -41,7 +41,7 @@ def listed(monkeypatch, origin):
 @pytest.fixture
 def unlisted(monkeypatch):
     """Let listings state no sizes."""
-    monkeypatch.setattr(SIZES, lambda self, shards: {})
+    monkeypatch.setattr(SIZES, lambda *_: {})
 
 
 @pytest.fixture
@@ -154,6 +154,8 @@ def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, li
     assert isinstance(events[0], Planned)
     for url in urls:
         assert [type(e) for e in events[1:] if str(e.shard) == url] == [Started, Finished]
+    again = cache.prewarm(urls)
+    assert (again.cached, again.received) == (6, 0)
 
 
 @pytest.mark.locks_work("answers")

@@ -1,5 +1,6 @@
 """Helpers for tests of training frameworks: a data set on S3, programs, and pages with code."""
 
+import contextlib
 import os
 import re
 import signal
@@ -70,6 +71,15 @@ def programs(directory: Path, **scripts: str) -> str:
     return f"{directory}:{os.environ['PATH']}"
 
 
+def _kill_group(group: int) -> None:
+    """Kill the processes of a group, but not multiprocessing's, which remove its semaphores."""
+    for pid in sorted(int(each.name) for each in Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if os.getpgid(pid) == group and b"resource_tracker" not in command:
+                os.kill(pid, signal.SIGKILL)
+
+
 def run(
     command: list[str],
     patience: float = 300,
@@ -92,7 +102,7 @@ def run(
     try:
         if kill_when is not None:
             wait_until(lambda: kill_when() or process.poll() is not None)
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process.pid)
         out, err = process.communicate(timeout=patience)
     finally:
         if process.poll() is None:

@@ -335,7 +335,7 @@ def locked(
 ) -> Iterator[bool]:
     """Hold the flock of a file in the body; yield whether no other process holds it.
 
-    A file that is gone is free; with ``remove``, only if no other file has its path by now.
+    A missing file is free. With ``remove``, a file is not free if its path names another one now.
     If it is the data file ``of`` a directory, a link is free. If the filesystem has no flock, or
     the process that created the file died before it gave the group access, the file is free once it
     (or the directory) was unused for an hour.

@@ -253,13 +253,10 @@ def _parse_file(text: str) -> str:
     return text
 
 
-def _parse_directory(text: str) -> str:
-    # Here, so that `run` and Ray pass on the directory that a shell should have expanded.
-    return text and os.fspath(load({"dir": text}, environ={}, files=[]).config.dir)
-
-
 FILE = Parsed("FILE", _parse_file)
 DURATION = Parsed("DURATION", parse_age)
+#: Expands the directory here, so that `run` and Ray pass on what a shell should have expanded.
+_DIRECTORY = Parsed("DIR", lambda text: text and str(load({"dir": text}, {}, files=[]).config.dir))
 SIZE = Parsed("SIZE", parse_limit)
 
 
@@ -305,7 +302,7 @@ store_options = _combined(
     _option("--endpoint-url", metavar="URL", help="S3: the endpoint, if not AWS."),
 )
 _global_options = _combined(
-    _option("--dir", type=Parsed("DIR", _parse_directory), help="Directory of the cache."),
+    _option("--dir", type=_DIRECTORY, help="Directory of the cache."),
     _option("--config", metavar="FILE", help="Read only this configuration file."),
     _option("-q", "--quiet", is_flag=True, help="Print only data, warnings and errors."),
     _option("-v", "--verbose", "verbosity", count=True, help="Log more; -vv for debugging."),

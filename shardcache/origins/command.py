@@ -22,7 +22,7 @@ from shardcache.faults import system_error
 from shardcache.origins.base import ObjectInfo, Origin, TransientError
 from shardcache.urls import ShardURL
 
-#: Seconds to wait for a command that was killed. The lock of the downloads may be held meanwhile.
+#: Seconds to wait for a command that was killed. The caller may hold the lock of the downloads.
 _LAST = 0.1
 
 

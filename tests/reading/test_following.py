@@ -61,7 +61,7 @@ def test_readers_follow_the_download_of_another_process(make_cache, origin, afte
 def test_reading_begins_with_the_whole_shard(make_cache, origin, more, options, etags):
     """Only a complete shard without a version is one version.
 
-    Of another node's download, an NFS server may have the journal before the bytes.
+    An NFS server may have the journal of another node's download before its bytes.
     """
     origin.etags = etags
     cache = one(make_cache, **options)

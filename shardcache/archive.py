@@ -335,7 +335,7 @@ def check_archive(fd: int, basename: str, url: str) -> None:
     if not basename.lower().endswith(_SUFFIXES):
         return
     head = os.pread(fd, _BLOCK, 0)
-    if head == _ZEROS or head.startswith(_COMPRESSED):
+    if head == _ZEROS or head.startswith(_COMPRESSED) or _parsed(head):
         return  # a block of zeros is an archive without members
     try:
         tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")

@@ -257,6 +257,11 @@ def list_names(directory: Path | str) -> list[str]:
             os.close(fd)
 
 
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest of its parents that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def is_directory(path: Path | str) -> bool:
     """Return whether ``path`` is a directory and not a symbolic link."""
     try:

@@ -282,7 +282,8 @@ class ProcessCache:
                 "If the object has changed, run `shardcache prewarm --refresh` first.",
                 url=str(shard),
             )
-        self.note_use(opened, clock.monotonic())
+        if download.outcome == "hit":  # any other entry is new
+            self.note_use(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
@@ -301,7 +302,7 @@ class ProcessCache:
                 download.wait(lambda: download.ended, _POLL)
                 if download is not own:
                     own.check()
-            opened = download.result()
+            opened = download.result(is_leaving=True)
             # Most downloads replace nothing, and `entry` reads the disk.
             may_be_outdated = download is not own and own.outdated
             if may_be_outdated and opened is not None and opened.entry.version in own.outdated:

@@ -138,7 +138,7 @@ class Tier:
         layout = self.store.layout
         try:
             status = self.config.dir.stat()
-            (self.config.dir / MANIFEST).lstat()
+            os.lstat(f"{self.config.dir}/{MANIFEST}")
             layout.base.lstat()  # the directories in it are made when they are needed
         except system_error():
             return None

@@ -26,6 +26,7 @@ from shardcache.cli.main import ExitCode, Invocation, command, store_options
 from shardcache.cli.output import printable, reason
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
+from shardcache.files import existing
 from shardcache.layout import Layout, read_manifest
 from shardcache.locks.mounts import LOCAL_TYPES, lock_kind, mount_of
 from shardcache.origins.aws import endpoint_of, s3_access, url_parser
@@ -131,13 +132,9 @@ def _run(
     return [dict(zip(names, map(redact, (name, subject, *row)), strict=True)) for row in rows]
 
 
-def _existing(directory: Path) -> Path:
-    return next(path for path in (directory, *directory.parents) if path.exists())
-
-
 def _owner(tier: Config) -> Findings:
     check_usable(tier)
-    path = _existing(tier.dir)
+    path = existing(tier.dir)
     if not os.access(path, os.W_OK | os.X_OK):
         is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
         how = "mount -o remount,rw" if is_frozen else "chmod -R u+w"
@@ -169,7 +166,7 @@ def _filesystem(tier: Config) -> Findings:
 
 
 def _space(tier: Config) -> Findings:
-    disk = Volume.of(path := _existing(tier.dir))
+    disk = Volume.of(path := existing(tier.dir))
     stores = map(Store, Layout.of_root(tier.dir).namespaces())
     held = total_bytes((e for store in stores for e in store.entries()), allocation(path))
     floor, limit = tier.min_free.of(disk.size), disk.budget(tier)

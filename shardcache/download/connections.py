@@ -69,10 +69,6 @@ class PartQueue:
     parts: deque[range] = field(default_factory=deque)
     helpers: int = 0  #: that fetch a part at the moment
 
-    def clear(self) -> None:
-        self.parts.clear()
-        self.fetch = None  # breaks the reference cycle between the queue and its transfer
-
     def count(self, helpers: int) -> None:
         """Count helpers that begin (1) or end (-1) to fetch a part."""
         self.helpers += helpers
@@ -200,7 +196,8 @@ class Connections:
     def end(self, work: PartQueue, seconds: float | None = None) -> None:
         """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
         with self.lock:
-            work.clear()
+            work.parts.clear()
+            work.fetch = None  # breaks the reference cycle between the queue and its transfer
             self._fetched.wait_for(lambda: not work.helpers, seconds)
 
     def hand_out(self) -> None:

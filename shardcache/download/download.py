@@ -130,14 +130,17 @@ class Download:
                 del self._waiters[waiter]
         return time.monotonic() - start
 
-    def result(self) -> Opened | None:
+    def result(self, *, is_leaving: bool = False) -> Opened | None:
         """Return another handle of the entry, or raise the error that ended the download.
 
-        Returns None while the download runs.
+        Returns None while the download runs. The last reader ``is_leaving`` with its only handle.
         """
         with self._table.lock:
             if self._error is not None:
                 raise self._error
+            if is_leaving and self.readers == 1:
+                opened, self._opened = self._opened, None
+                return opened
             return None if self._opened is None else self._opened.duplicate()
 
     def take_response(self) -> Body | None:

@@ -107,13 +107,6 @@ class _Own(threading.local):
 _own = _Own()
 
 
-def _memory(length: int) -> memoryview:
-    if length < BLOCK:
-        return memoryview(bytearray(length))
-    # The allocator would keep a block that a thread frees, in an arena of that thread.
-    return memoryview(mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
 class _Part:
     """A range of bytes of the object, and how much of the range has arrived."""
 
@@ -126,7 +119,12 @@ class _Part:
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
         length = BLOCK if stop is None else min(BLOCK, stop - start)
-        self.buffer = _own.free.pop() if _own.free else _memory(length)
+        if _own.free:
+            self.buffer = _own.free.pop()
+        elif length < BLOCK:
+            self.buffer = memoryview(bytearray(length))
+        else:  # the allocator would keep a block that a thread frees, in an arena of that thread
+            self.buffer = memoryview(mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class Transfer:
@@ -381,13 +379,15 @@ class Transfer:
                 self._resources.counters.read(skip(response, part.position), self._counter)
             self._is_proven &= response.proven or part.stop is not None
             throttle, begun = self._download.throttle, part.position
+            # Not for `fetch`, which reads nothing; and a transfer without a version may restart.
+            is_early = self._download.can_bypass and self._info.identifiable
             while not part.complete:
                 # After `add`, because `_fail` sets the error first and then aborts the responses.
                 if self._error is not None:
                     raise _FailedError
                 at = part.position - part.filled  # offset of the block
                 length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - at)
-                if at == 0:  # receive less, so that readers get the first bytes early
+                if at == 0 and is_early:  # receive less, so that readers get the first bytes early
                     want = min(want, part.filled + max(_EARLY, part.filled))
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
@@ -404,8 +404,7 @@ class Transfer:
                     return  # the response had fewer bytes than the request asked for
                 elif count == 0:
                     raise TransientError("the origin ended early")
-                elif at == 0 and part.filled >= part.shown + _EARLY and self._info.identifiable:
-                    # A transfer without a version may restart with another one.
+                elif at == 0 and is_early and part.filled >= part.shown + _EARLY:
                     self._check()
                     self._partial.write(0, part.buffer[: part.filled], fd)
                     self._partial.show(part.filled)

@@ -206,7 +206,9 @@ class Worker:
                     stack.callback(found.release)
                     lock = None
             self._earlier = frozenset(path.name for path in directories.versions(shard.key))
-            opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
+            opened = None
+            if self._earlier:
+                opened = directories.lookup(shard, download.outdated, condemn=lock is not None)
             if opened is not None:
                 return download.note_outcome(opened, "coalesced")
             if (opened := self._link()) is not None:

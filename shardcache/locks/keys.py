@@ -124,8 +124,9 @@ class KeyLock:
                 return False
             if os.fstat(file.fileno()).st_nlink:
                 with ignoring(OSError):  # a pipe can be locked, but has no offsets
-                    if left := Holder.decode(os.pread(file.fileno(), files.MAX_RECORD, 0)):
-                        holder = holder._replace(partial=left.partial)
+                    left = os.pread(file.fileno(), files.MAX_RECORD, 0)  # empty if it is new
+                    if left and (previous := Holder.decode(left)):
+                        holder = holder._replace(partial=previous.partial)
                 self.update(holder)
                 return True
             self.release()  # a sweep removed the file between open and flock

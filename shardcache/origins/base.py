@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -127,6 +128,12 @@ def refusal(
     return ConfigError(f"{text}the URL.", url=str(shard))
 
 
+@functools.lru_cache(256)  # a download needs that of its version several times
+def _hash(*parts: str | int | None) -> str:
+    text = json.dumps(parts).encode()
+    return hashlib.blake2b(text, digest_size=12, usedforsecurity=False).hexdigest()
+
+
 class Checksum(NamedTuple):
     """A checksum of the whole object, as the origin states it."""
 
@@ -147,13 +154,10 @@ class ObjectInfo(NamedTuple):
     def version(self) -> str:
         """Return a hash (24 hex digits) of the version id, or of the size and ETag or timestamp."""
         if self.version_id and self.version_id != "null":
-            parts: list[Any] = ["version-id", self.version_id]
-        elif self.etag:
-            parts = ["etag", self.etag, self.size]
-        else:
-            parts = ["mtime", self.modified, self.size]
-        text = json.dumps(parts).encode()
-        return hashlib.blake2b(text, digest_size=12, usedforsecurity=False).hexdigest()
+            return _hash("version-id", self.version_id)
+        if self.etag:
+            return _hash("etag", self.etag, self.size)
+        return _hash("mtime", self.modified, self.size)
 
     @property
     def identifiable(self) -> bool:

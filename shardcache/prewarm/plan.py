@@ -21,7 +21,7 @@ from shardcache.download.download import Progress
 from shardcache.download.worker import evict_outdated, refused_file
 from shardcache.errors import ConfigError, FetchCancelledError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import system_error
-from shardcache.files import open_file
+from shardcache.files import existing, open_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.origins.listing import Listing, is_pattern, refuse_local, spec_list
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started, is_full
@@ -295,8 +295,7 @@ def _room(
     config, space = tier.config, tier.space
     # These bytes of unfinished downloads are already on the disk, but the plan includes them.
     resumable = sum(flight.occupied for flight in flights if flight.key in wanted)
-    candidates = (config.dir, *config.dir.parents)
-    volume = Volume.of(path := next(path for path in candidates if path.exists()))
+    volume = Volume.of(path := existing(config.dir))
     free = spare = volume.free - config.min_free.of(volume.size) + resumable
     if (limit := volume.budget(config)) is not None:
         used = total_bytes((e for e in entries if tier.owns(e.directory)), space.allocated)

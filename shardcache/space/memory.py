@@ -16,6 +16,7 @@ from typing import NamedTuple
 from shardcache import clock
 from shardcache.config import Config
 from shardcache.faults import ignoring
+from shardcache.files import existing
 from shardcache.locks.mounts import MEMORY_TYPES, mount_of, read_mounts
 from shardcache.store.partial import record_size
 
@@ -51,9 +52,10 @@ class Volume(NamedTuple):
         """Return the volume of ``path``. The limits of the cgroups apply to a RAM disk."""
         disk = os.statvfs(path)
         size, free = disk.f_frsize * disk.f_blocks, disk.f_frsize * disk.f_bavail
-        mount = ram_disk(path)
+        device = path.stat().st_dev
+        mount = _ram_disk(str(path), device)
         batches = min(size // 2, _TENSORS) if mount == _SHARED else 0
-        if mount is not None and (memory := _recent_headroom(path, free)) is not None:
+        if mount is not None and (memory := _recent_headroom(device, free)) is not None:
             # A ramfs states a size of 0, so only the cgroups limit it.
             free = min(free, memory.free) if size else memory.free
             size = min(size or memory.size, memory.size)
@@ -75,7 +77,7 @@ def allocation(root: Path) -> Callable[[int], int]:
     It counts whole blocks for the data and for the sidecar or journal, and an entry's two
     directories. Only this call queries the filesystem. ``root`` need not exist yet.
     """
-    path = next(path for path in (root, *root.parents) if path.exists())
+    path = existing(root)
     block = os.statvfs(path).f_frsize
     block = block if 0 < block <= _LARGEST_BLOCK else _USUAL_BLOCK
     directory = min(block, path.stat().st_blocks * 512)  # 0 on tmpfs, xfs, btrfs; a block on ext4
@@ -98,9 +100,9 @@ def _ram_disk(path: str, device: int) -> str | None:
     return mount.point if mount is not None and mount.type in MEMORY_TYPES else None
 
 
-def _recent_headroom(disk: Path, free: int) -> Volume | None:
+def _recent_headroom(device: int, free: int) -> Volume | None:
     """Return `memory_headroom`, read within the last second, less the bytes written since then."""
-    now, device = clock.monotonic(), disk.stat().st_dev
+    now = clock.monotonic()
     then, memory, free_then = _last_read.get(device, (-_BELIEVED, None, free))
     written = free_then - free
     if now - then >= _BELIEVED or (memory and written > memory.free * _WRITTEN):

@@ -73,15 +73,6 @@ class Entry(NamedTuple):
     def path(self) -> Path:
         return Path(self.directory)
 
-    @property
-    def stored(self) -> int:
-        """The modification time of the data in ns; the newest version has the highest.
-
-        It is 0 if the entry is gone, 1 if it was replaced, and the maximum if it is damaged, so
-        that `Store.open` reports the damage.
-        """
-        return _stored(self.directory)
-
     def metadata(self) -> Metadata:
         """Read the sidecar. Raises OSError if the entry is gone, and DamagedError."""
         try:
@@ -134,7 +125,12 @@ def _last_use(directory: Path | str) -> float:
         return 0.0  # so that an entry without a sidecar is evicted first
 
 
-def _stored(directory: str) -> int:
+def stored_at(directory: str) -> int:
+    """Return the time of an entry's data in ns; the newest version of a shard has the latest.
+
+    It is 0 if the entry is gone, 1 if it was replaced, and the maximum if it is damaged, so that
+    `Store.open` reports the damage.
+    """
     try:
         if (data := data_file(directory)) is None:  # damaged, as `open` must notice first
             return sys.maxsize
@@ -157,7 +153,7 @@ def versions(layout: Layout, key: str) -> list[tuple[str, int]]:
         if parsed is not None and files.is_directory(directory):
             listed.append((directory, parsed[1]))
     if len(listed) > 1:
-        listed.sort(key=lambda row: _stored(row[0]), reverse=True)
+        listed.sort(key=lambda row: stored_at(row[0]), reverse=True)
     return listed
 
 
@@ -215,10 +211,8 @@ class Opened:
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""
-        try:
+        with ignoring(OSError):  # the file was only read, and is closed nevertheless
             self.file.close()
-        except system_error() as exn:  # the file was only read, and is closed nevertheless
-            logger.debug("%s: %s", self.path, exn)
 
 
 def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
@@ -353,7 +347,7 @@ class Store:
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
         others = [other for other in others if other != entry]
         # They may be of the future, if the clock was ahead.
-        times = [time for other in others if (time := _stored(str(other))) < sys.maxsize]
+        times = [time for other in others if (time := stored_at(str(other))) < sys.maxsize]
         if times and max(times) >= os.fstat(partial.fd).st_mtime_ns:
             os.utime(partial.fd, ns=(max(times) + _LATER,) * 2)
         self._known.pop(key, None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
 from shardcache.faults import FULL, ignoring, system_error
-from shardcache.files import Modes, is_directory, list_names, locked, random_token
+from shardcache.files import Modes, existing, is_directory, list_names, locked, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
 
@@ -86,7 +86,7 @@ def check_usable(config: Config) -> None:
     """
     root = config.dir
     try:
-        path = next(path for path in (root, *root.parents) if path.exists())
+        path = existing(root)
         if not path.is_dir():
             advice = "Point dir at a directory, or at a name in one."
             raise ConfigError(f"{path} is not a directory. {advice}")

@@ -548,14 +548,16 @@ class Cache:
             dry_run: remove nothing; the result states what would be removed.
 
         Returns the size of the removed entries in bytes, and the number of entries that remain.
-        Raises the errors of `select` and `clean`.
+        Raises the errors of `select` and `clean`; ConfigError if a shard is a file that is not
+        cached.
         """
         root.require_cache(self.dir)
-        keys = [shard.key for shard in self.select(specs)]
-        freed = stay = 0
+        shards, freed, stay = self.select(specs), 0, 0
+        for shard in shards:
+            self.process.refuse_in_place(shard)
         for tier in self.process.present:
             stores, space = tier.stores(), tier.space
-            entries = [e for store in stores for key in keys for e in store.entries_of(key)]
+            entries = [e for store in stores for s in shards for e in store.entries_of(s.key)]
             report = space.plan(entries, Limits(everything=True), POLICIES["lru"])
             removals = [replace(removal, reason=Reason.ASKED) for removal in report.removed]
             stay += report.kept

@@ -22,6 +22,7 @@ import re
 import resource
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache as cached
@@ -765,9 +766,10 @@ class _Shards:
         """Yield the samples at places. A stage."""
         run = self._run
         if run.entered:  # in a state
-            for place in islice(places, run.entered):
-                if type(place) is int:
-                    self._left[place >> _BITS] -= 1
+            shards = Counter(map(_BITS.__rrshift__, islice(places, run.entered)))
+            del shards[NotImplemented]  # samples that came without a place
+            for number, entered in shards.items():
+                self._left[number] -= entered
             self._want()
             if run.ended == "samples":
                 return

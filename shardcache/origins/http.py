@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, urljoin
 
 from shardcache.config import __version__
-from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
+from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.faults import system_error
 from shardcache.origins.base import (
     Checksum,
@@ -237,7 +237,7 @@ def stat(request: Callable[[], Response], first: Callable[[], Response]) -> Obje
     try:
         response = request()
         info = object_info(response, response.length)
-    except (AccessDeniedError, ConfigError, ShardNotFoundError):
+    except (AccessDeniedError, ConfigError):
         response = first()
         info = response.info
     response.close()

@@ -1,4 +1,4 @@
-"""Repeat requests, in one loop. No other layer repeats any.
+"""Repeat requests that failed, in one loop.
 
     what ended the request           the next one                     at most
     the connection or server failed  comes after a random pause       ``attempts`` in a row

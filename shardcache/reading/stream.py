@@ -402,6 +402,7 @@ class ShardStream(io.RawIOBase):
                 again = open_data(opened.directory, opened.path, opened.size, grace)
                 if again is not None:
                     return replace(again, reopened=True)
+        self._counters.add({"errors_disk": 1})
         try:
             directories = cache.prepare()
             directories.read_failed(entry.directory, fault)

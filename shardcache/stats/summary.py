@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from shardcache import clock
 from shardcache.clock import utc
 from shardcache.stats.database import NO_RANK, PERIOD, Sample
 from shardcache.units import counted, format_bytes, format_duration
@@ -162,7 +163,8 @@ def summed(samples: Iterable[Sample]) -> Stats:
     for sample in samples:
         counters.update(sample.counters)
         starts.append(sample.start)
-    since, until = (min(starts), max(starts) + PERIOD) if starts else (None, None)
+    since = min(starts, default=None)
+    until = min(max(starts) + PERIOD, clock.time()) if starts else None  # the last one may run
     return Stats(since, until, **{name: counters[name] for name in COUNTERS})
 
 

@@ -128,15 +128,18 @@ def test_clean_names_each_reason(run, warm, orphan, tmp_path, monkeypatch):
     assert run("clean", "-q", "--max-age", "7d") == (0, "", "")
 
 
-def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket, s3):
+def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket, s3, tmp_path):
     s3.put(bucket, "empty", b"")
     run.out("path", "--fetch", f"s3://{bucket}/empty")
     assert run("rm", "-y", f"s3://{bucket}/empty") == (0, "removed 1 shard, 0 B\n", "")
     assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
     assert run.out("rm", "-y", *warm[:2]).startswith("removed 2 shards, ")
     assert f"error: {warm[0]} is not cached" in run.err("rm", "-y", warm[0], warm[2])
-    for line in "path lab/train.tar", "rm -y s3//lab/train.tar":
-        assert "If it is an object, write s3://lab/train.tar." in run.err(*line.split())
+    (file := tmp_path / "here.tar").touch()
+    assert "is opened where it is and not cached" in run.err("rm", "-y", str(file), code=2)
+    for code, line in enumerate(("path lab/train.tar", "rm -y s3//lab/train.tar"), 1):
+        advice = "If it is an object, write s3://lab/train.tar."
+        assert advice in run.err(*line.split(), code=code)
     assert len(states(run)) == 1
 
 

@@ -15,7 +15,7 @@ from itertools import count, product
 
 import pytest
 
-from shardcache import AccessDeniedError, Cache, TransferError
+from shardcache import AccessDeniedError, Cache, ShardNotFoundError, TransferError
 from shardcache.origins import retry, s3
 from shardcache.origins.base import TransientError
 from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, Pace, RetryPolicy
@@ -495,6 +495,15 @@ def test_a_shard_is_refreshed_although_its_server_refuses_heads(store, open_cach
     report = cache.prewarm(url, refresh=True)
     assert (report.cached, report.failures) == (1, {})
     assert "Range: bytes=0-0" in store.heads[-1]
+
+
+def test_a_shard_that_is_gone_costs_one_request(store, open_cache):
+    cache, url = open_cache(), "s3://lab/a.tar"
+    assert cache.open(url).read() == SHARD
+    store.refuse, before = lambda head: answer("404 Not Found"), len(store.heads)
+    report = cache.prewarm(url, refresh=True)
+    assert isinstance(report.failures[url], ShardNotFoundError)
+    assert len(store.heads) == before + 1
 
 
 def test_valid_credentials_are_used_while_the_service_fails(open_cache, source, clock, monkeypatch):

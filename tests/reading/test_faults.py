@@ -58,6 +58,7 @@ def test_after_a_read_error_the_rest_is_streamed(warm, break_reads, origin, capl
         assert first + stream.read() == DATA
     assert origin.requests == [(URL, PART, None)]
     assert warm.path(URL) is None  # set aside
+    assert warm.stats().errors_disk == 1
     assert len(warnings(caplog)) == 1 and "the rest is streamed" in caplog.text
 
 

@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -56,6 +57,7 @@ def test_outcomes_of_open(make_cache, origin, urls, tmp_path, fill):
     with cache.open(urls[0]) as stream:
         stream.read(1)  # fills a buffer
     found = cache.stats()
+    assert found.since < found.until <= time.time()
     counted = {name: n for name, n in found.counters.items() if n and "wait" not in name}
     assert counted.pop("bytes_origin") >= 4 * size
     assert 3 * size < counted.pop("bytes_opened") < 4 * size

@@ -35,7 +35,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, open_first
 from shardcache.threads import lazy, no_fork
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL, advise_brackets, find_scheme
+from shardcache.urls import ShardURL, advise_brackets, find_scheme, unexpanded
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -238,7 +238,7 @@ class Cache:
             return opened.entry
 
     def path(self, url: str | ShardURL) -> Path | None:
-        """Return the shard's local path, or None if the shard is not cached.
+        """Return the shard's local path, or None if it is not cached; ConfigError for a pattern.
 
         The file may be evicted at any time, except inside `pinned`.
         """
@@ -248,7 +248,7 @@ class Cache:
         return None if (opened := self._opened(shard)) is None else Path(opened.path)
 
     def entry(self, url: str | ShardURL) -> Entry | None:
-        """Return the shard's entry, or None if the shard is not cached."""
+        """Return the shard's entry, or None if it is not cached; ConfigError for a pattern."""
         return None if (opened := self._opened(self.parse(url))) is None else opened.entry
 
     def _opened(self, shard: ShardURL) -> Opened | None:
@@ -260,6 +260,8 @@ class Cache:
             return None
         if opened is not None:
             opened.close()
+        elif error := unexpanded(shard):
+            raise error
         return opened
 
     def __contains__(self, url: str | ShardURL) -> bool:

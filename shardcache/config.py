@@ -108,7 +108,9 @@ def _public(value: object) -> object:
             )
         return kept
     if type(value) is list or type(value) is tuple:
-        return type(value)(map(_public, value))
+        pairs = (each for each in value if isinstance(each, list | tuple) and each)
+        secrets = [each for each in pairs if re.search(_CREDENTIALS, str(each[0]))]  # of headers
+        return type(value)(_public(each) for each in value if each not in secrets)
     if isinstance(value, str) and "://" in value:  # the URL of a proxy or an endpoint
         return re.sub(_LOGIN, "://", value).partition("?")[0].partition("#")[0]
     return value

@@ -366,8 +366,10 @@ def locked(
         yield free
     finally:
         for fd in fds:
-            unlock(fd)
-            os.close(fd)
+            try:
+                unlock(fd)
+            finally:  # a signal handler may raise in `unlock`
+                os.close(fd)
 
 
 def unlock(fd: int) -> None:

@@ -282,7 +282,7 @@ class ProcessCache:
                 "If the object has changed, run `shardcache prewarm --refresh` first.",
                 url=str(shard),
             )
-        if download.outcome == "hit":  # any other entry is new
+        if download.outcome != "fetched":  # then it is new
             self.note_use(opened, clock.monotonic())
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)

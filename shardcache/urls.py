@@ -211,8 +211,8 @@ def unexpanded(shard: ShardURL) -> ConfigError | None:
     if not shard.key or not re.match(r"[^?]*[*{]|s3.*/$", shard.raw):  # a listing has no key
         return None
     return ConfigError(
-        f"{shard}: not found, and a prefix, `*` or `{{` is not expanded here. Pass "
-        "shardcache.expand(SPEC), or write ranges as {0000..0127}.",
+        f"{shard}: not found, and a prefix, `*` or `{{` is not expanded here. Pass the URLs that "
+        "shardcache.expand(SPEC) returns.",
         url=str(shard),
     )
 

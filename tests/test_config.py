@@ -218,7 +218,9 @@ def send_secret(config, found):
 
 
 def test_only_spawned_workers_get_secrets_in_a_pickle():
-    options = {"key": "AK", "secret": SECRET, "profile": "p", "client_kwargs": {"verify": False}}
+    headers = [("Authorization", SECRET), ("X-Team", "a")]
+    client = {"verify": False, "headers": headers}
+    options = {"key": "AK", "secret": SECRET, "profile": "p", "client_kwargs": client}
     upstreams = [{"url": "s3://b/x", "storage_options": options}]
     given = {"storage_options": options, "upstreams": upstreams}
     config = only(**given, validate=send_secret).config
@@ -227,7 +229,8 @@ def test_only_spawned_workers_get_secrets_in_a_pickle():
     assert SECRET.encode() not in pickled
     copy = pickle.loads(pickled)
     for found in copy.storage_options, copy.upstreams[0].storage_options:
-        assert dict(found) == {"profile": "p", "client_kwargs": {"verify": False}}
+        client = {"verify": False, "headers": headers[1:]}
+        assert dict(found) == {"profile": "p", "client_kwargs": client}
     assert copy.replace(**given) == config
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()

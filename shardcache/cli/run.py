@@ -111,7 +111,9 @@ def run_command(
         try:
             child = subprocess.Popen(program, env=environment)
         except OSError as exn:
-            invocation.console.error(f"{program[0]} cannot be started: {exn.strerror}.", exn)
+            text = f"{program[0]} cannot be started: {exn.strerror}."
+            text += f" Write `run python {program[0]}`." if program[0].endswith(".py") else ""
+            invocation.console.error(text, exn)
             return 127 if isinstance(exn, FileNotFoundError) else 126  # as shells do
         for missed in early:
             child.send_signal(missed)
@@ -125,8 +127,8 @@ def run_command(
     text = f"no shard {was} opened through the cache in {config.dir}"
     text += "" if stats.opens or lines else " (does the program read any, or replace PYTHONPATH?)"
     if opened := stats.opens - stats.failed:
-        text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
-        text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
+        text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache; "
+        text += f"{format_bytes(stats.bytes_origin)} came from the origin"
     if failed := stats.failed - stats.left:
         text += f"; {failed:,} could not be opened"
     if code:  # a process that is killed does not write its last counts

@@ -74,6 +74,7 @@ class Download:
     readers: int = field(default=0, init=False)  #: readers that have joined and not left
     #: Whether it completes even if all readers leave.
     is_to_finish: bool = field(default=False, init=False)
+    is_followed: bool = field(default=False, init=False)  #: whether a stream has joined
     is_upstream: bool = field(default=False, init=False)  #: whether an upstream sends the bytes
     #: How the shard is obtained, as far as that is known yet.
     outcome: Outcome = field(default="coalesced", init=False)
@@ -107,6 +108,7 @@ class Download:
                 download.readers += 1
                 download.is_to_finish |= finish
                 download.is_ahead &= self.is_ahead
+                download.is_followed |= self.can_bypass
                 if running.get(key) is download:
                     return download
                 # The garbage collector closed the last other reader before, which cancelled it.

@@ -379,15 +379,13 @@ class Transfer:
                 self._resources.counters.read(skip(response, part.position), self._counter)
             self._is_proven &= response.proven or part.stop is not None
             throttle, begun = self._download.throttle, part.position
-            # Not for `fetch`, which reads nothing; and a transfer without a version may restart.
-            is_early = self._download.can_bypass and self._info.identifiable
             while not part.complete:
                 # After `add`, because `_fail` sets the error first and then aborts the responses.
                 if self._error is not None:
                     raise _FailedError
                 at = part.position - part.filled  # offset of the block
                 length = want = BLOCK if part.stop is None else min(BLOCK, part.stop - at)
-                if at == 0 and is_early:  # receive less, so that readers get the first bytes early
+                if at == 0 and self._download.is_followed:  # receive less, to show it early
                     want = min(want, part.filled + max(_EARLY, part.filled))
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
@@ -404,7 +402,8 @@ class Transfer:
                     return  # the response had fewer bytes than the request asked for
                 elif count == 0:
                     raise TransientError("the origin ended early")
-                elif at == 0 and is_early and part.filled >= part.shown + _EARLY:
+                elif at == 0 and part.filled >= part.shown + _EARLY and self._info.identifiable:
+                    # A transfer without a version may restart with another one.
                     self._check()
                     self._partial.write(0, part.buffer[: part.filled], fd)
                     self._partial.show(part.filled)

@@ -387,6 +387,7 @@ class Worker:
             other.close()
             return None
         tier = next(tier for tier in directories.tiers if tier.owns(other.directory))
+        tier.store.touch(other.directory, clock.time())  # with leases, it is in use only then
         try:
             with tier.space.reserved(shard, 0, tier.space.policy):
                 if tier.store.link(other, other.entry.metadata(), shard.basename):

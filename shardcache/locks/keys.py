@@ -236,8 +236,9 @@ def remove_locks(layout: Layout) -> None:
                     _remove_free_lock(layout, directory / name)
                 elif name.startswith(prefix) and is_lease_name(name):
                     files.remove_old(directory / name, layout.grace or files.IDLE_GRACE)
-            with ignoring(OSError):  # the directory is not empty
-                directory.rmdir()
+            if layout.grace is None:  # `KeyLease` would not make it again
+                with ignoring(OSError):  # the directory is not empty
+                    directory.rmdir()
 
 
 def _remove_free_lock(layout: Layout, path: Path) -> None:

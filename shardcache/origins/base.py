@@ -17,7 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.urls import ShardURL, advise_brackets, unexpanded
+from shardcache.urls import ShardURL, advise_brackets, advise_scheme, unexpanded
 
 if TYPE_CHECKING:
     import socket
@@ -115,7 +115,8 @@ def refusal(
     if status in (403, 404, 410) and (error := unexpanded(shard)):
         return error
     if status in (404, 410):
-        text = f"{shard}: not found ({reason}). Check the name and the endpoint."
+        advice = advise_scheme(shard, "Check the name and the endpoint.")
+        text = f"{shard}: not found ({reason}). {advice}"
         if shard.scheme == "s3" and "NoSuchBucket" in reason:
             text = f"{shard}: there is no bucket {shard.bucket_and_key()[0]} ({reason}). "
             text += "Check the name and the endpoint."

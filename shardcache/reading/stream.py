@@ -203,6 +203,7 @@ def _bypass(
         reader = OriginReader(cache, shard, position, version=version, response=response)
     except Exception as exn:
         cache.counters.add({"failed": 1, **counts})
+        cache.counters.flush()  # the error may end a worker, which then writes nothing
         number = getattr(fault, "errno", None)
         is_final = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
         if is_final or number not in (errno.EMFILE, errno.ENFILE):

@@ -37,6 +37,8 @@ SKEW = 3600.0
 #: Seconds after its last use for which a running job keeps a shard. An epoch that takes longer than
 #: a day gains little from a cache, and a job may leave a data set for good while it runs.
 _PROTECTED_FOR = 86_400.0
+#: Seconds for which a partial without bytes stays.
+_NEW = 10.0
 
 
 class Reason(StrEnum):
@@ -290,7 +292,8 @@ def sweep(
     layout = store.layout
     for flight in in_flight(layout):
         path, occupied = flight.path, flight.occupied
-        if flight.live or (keep and occupied and flight.key and not is_idle(path, keep)):
+        seconds = keep if occupied else _NEW  # its process may be about to lock it
+        if flight.live or (seconds and flight.key and not is_idle(path, seconds)):
             continue
         if dry_run or remove_free(path, layout.grace):
             yield Removal(str(path), allocated(occupied), Reason.ORPHAN)

@@ -1,10 +1,12 @@
 """Leases: nodes that share a directory download a shard once, and dead nodes lose their leases."""
 
 import ctypes
+import errno
 import os
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +16,7 @@ from shardcache.layout import Layout
 from shardcache.locks.keys import Holder, KeyLease, remove_locks
 from tests.support.caches import read
 from tests.support.disktools import needs_root
-from tests.support.storetools import Parent, age, forked, layout_of, wait_until
+from tests.support.storetools import Parent, age, forked, layout_of, refusing, wait_until
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -73,7 +75,30 @@ def test_only_dead_leases_are_removed(layout) -> None:
     age(stranger.parent)
     remove_locks(layout)
     assert os.listdir(stranger.parent) == ["notes.txt"]
+    stranger.unlink()
+    remove_locks(layout)
+    assert stranger.parent.is_dir()  # a process may be about to make its lease in it
     mine.release()
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_a_shard_of_another_rank_is_in_use_from_the_start(
+    make_cache, origin, set_variables, monkeypatch, is_linked
+):
+    url, data = "s3://lab/a.tar", make_tar(1)
+    origin.objects[url] = data
+    ranks = []
+    for number in "01":
+        set_variables(SHARDCACHE_JOB="job", SHARDCACHE_RANK=number)
+        ranks.append(make_cache(isolation="rank", locks="lease", policy="lru", max_size="1MB"))
+    entry = ranks[0].fetch(url)
+    age(entry.path, 2 * IDLE_GRACE)
+    if not is_linked:
+        monkeypatch.setattr(os, "link", refusing(errno.EPERM, real=os.link))
+    with ranks[1].open(url) as stream:
+        ranks[1].clean(max_size=1)
+        assert Path(stream.name).exists() and stream.read() == data
+    assert len(origin.requests) == 1
 
 
 @needs_root

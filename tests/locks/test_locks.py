@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.files import dup_exclusive, open_exclusive, try_flock
+from shardcache.files import dup_exclusive, locked, open_exclusive, try_flock
 from shardcache.locks.keys import Holder, KeyLock, remove_locks
 from tests.support.storetools import Parent, forked, make_store, no_descriptor_left, refusing, tree
 
@@ -102,3 +102,13 @@ def test_free_lock_files_and_their_directories_are_removed(tmp_path: Path) -> No
     locks[0].release()
     remove_locks(layout)
     assert tree(tmp_path) == before
+
+
+def test_a_handler_that_raises_at_the_end_of_a_lock_leaves_nothing_open(tmp_path, monkeypatch):
+    def handler(fd):
+        raise TimeoutError
+
+    (path := tmp_path / "a").touch()
+    monkeypatch.setattr("shardcache.files.unlock", handler)
+    with no_descriptor_left(), pytest.raises(TimeoutError), locked(path):
+        pass

@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,23 @@ def test_readers_follow_the_download_of_another_process(make_cache, origin, afte
         assert first.read() == second.read() == DATA[some:]
         assert first.read() == b""
         assert Path(first.name).read_bytes() == DATA
+    assert origin.fetches == 1
+
+
+def test_a_stream_that_joins_a_fetch_need_not_wait_for_a_block(make_cache, origin):
+    more, cache = origin.hold(200_000), one(make_cache)
+    with ThreadPoolExecutor() as pool:
+        fetch = pool.submit(cache.fetch, URL)
+        wait_until(lambda: unfinished(cache))
+        late = threading.Timer(PATIENCE, more.set)
+        late.start()
+        with cache.open(URL) as stream:
+            assert stream.read(100_000) == DATA[:100_000]
+            assert not more.is_set()
+            late.cancel()
+            more.set()
+            assert stream.read() == DATA[100_000:]
+        fetch.result()
     assert origin.fetches == 1
 
 

@@ -282,3 +282,14 @@ def test_the_namespace_of_a_job_that_has_ended_is_removed(shop, monkeypatch):
     with shop.cache() as cache:
         cache.clean()
     assert sorted(path.name[:4] for path in ranks.iterdir()) == ["rece", "with"]
+
+
+def test_a_partial_whose_process_is_about_to_lock_it_stays(make_cache):
+    cache = make_cache()
+    new = cache.dir / "v1/partial" / f"{'a' * 32}.{'b' * 24}.{'c' * 32}"
+    cache.process.prepare()
+    new.mkdir()
+    (new / "x.tar").touch()
+    assert not cache.clean(orphans=True).removed and new.exists()
+    age(new)
+    assert cache.clean().removed and not new.exists()

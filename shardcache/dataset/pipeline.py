@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cache as cached
 from functools import partial
 from io import UnsupportedOperation
-from itertools import chain, islice, repeat, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from secrets import token_hex
 from types import FunctionType
@@ -44,7 +44,7 @@ from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards
 
 from shardcache import wds
 from shardcache.dataset.index import OpenShard
-from shardcache.dataset.order import checked_int
+from shardcache.dataset.order import checked_int, permutation
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
 from shardcache.faults import ignoring, system_error
@@ -162,17 +162,14 @@ def _refuse(stage: Any) -> None:
 def _shuffled(
     data: Iterator[Any], rng: random.Random, bufsize: int, initial: int = 100, handler: Any = None
 ) -> Iterator[Any]:
-    """Yield the order of WebDataset's ``shuffle``, in half the time: a resume draws all of it."""
+    """Shuffle as WebDataset's ``shuffle`` does, in half the time: a resume draws all of it."""
     buffer, end, draw = list[Any](), object(), rng.getrandbits
     append, pop, initial = buffer.append, buffer.pop, min(initial, bufsize)
-    for item in chain(data, repeat(end)):
-        if item is not end:
+    for item in data:
+        append(item)
+        if len(buffer) < bufsize and (item := next(data, end)) is not end:
             append(item)
-            if len(buffer) < bufsize and (item := next(data, end)) is not end:
-                append(item)
-        if (size := len(buffer)) >= initial or item is end:
-            if not size:
-                return
+        if (size := len(buffer)) >= initial:
             bits = size.bit_length()
             while (number := draw(bits)) >= size:
                 pass
@@ -180,6 +177,9 @@ def _shuffled(
             if number < size - 1:
                 last, buffer[number] = buffer[number], last
             yield last
+    for number in permutation(len(buffer), draw(64)).tolist():
+        last, buffer[number] = buffer[number], None
+        yield last
 
 
 @dataclass
@@ -394,7 +394,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def _state(self, run: _Run) -> dict[str, Any]:
         stages = [*map(_shown, self.pipeline), f"repeat({self.repetitions}, {self.nsamples})"]
-        state = {**vars(run), "version": 1, "seed": self._seed, "shards": self._shards}
+        state = {**vars(run), "version": 2, "seed": self._seed, "shards": self._shards}
         ranks = zip(("rank", "world_size", "worker", "workers"), pytorch_worker_info(), strict=True)
         return {**state, "stages": " | ".join(stages), **dict(ranks)}
 

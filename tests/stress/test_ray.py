@@ -13,7 +13,7 @@ from shardcache.layout import Layout
 from shardcache.store.partial import in_flight
 from tests.support.clitools import Command
 from tests.support.proxy import Proxy
-from tests.support.storetools import PATIENCE, forked, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, forked, wait_until
 from tests.support.tars import make_tar
 
 pytest.importorskip("ray", reason="pip install 'shardcache[ray]'")
@@ -138,7 +138,8 @@ def spec(cluster, s3, bucket):
 def half_done(cluster, bucket):
     """Return whether all nodes have published the small shards and written parts of the others."""
     return all(
-        cluster.cached(name, bucket) == FILES[2:] and sum(cluster.under_way(name)) >= 1 << 20
+        cluster.cached(name, bucket) == FILES[2:]
+        and [size >= BLOCK for size in cluster.under_way(name)] == [True] * 2
         for name in NODES
     )
 

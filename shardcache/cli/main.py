@@ -169,7 +169,7 @@ class Invocation:
             require_cache(config.dir)
         elif not is_cache(config.dir):
             check_usable(config)
-            if sources["dir"] == "default":
+            if sources["dir"] == "default" or sys.stderr.isatty():  # it may be mistyped
                 self.console.hint(f"Using {config.dir}; --dir or SHARDCACHE_DIR sets another one.")
         return Cache.from_config(config.replace(strict=True, **options))
 

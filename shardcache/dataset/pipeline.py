@@ -477,6 +477,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 own["epoch"], is_over = position["epoch"], False
                 found[position["worker"]] = constant | position
                 yield batch
+                if self._tracked is not own:
+                    text = "a state was loaded or an epoch set during this iteration: begin another"
+                    raise ConfigError(f"{text} one.")
             if self._tracked is own:
                 self._run = self._tracked = None
             if is_over:

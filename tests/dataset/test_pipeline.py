@@ -730,6 +730,17 @@ def test_a_state_that_only_workers_know_is_said(of_files, caplog):
     assert "the workers of a DataLoader know the position" in caplog.text
 
 
+def test_a_tracked_iteration_ends_when_a_state_is_loaded_or_an_epoch_set(of_files):
+    dataset = of_files()
+    state = saved(dataset)
+    for change, to in (dataset.load_state_dict, state), (dataset.set_epoch, 7):
+        batches = dataset.track(batches_of(dataset))
+        next(batches)
+        change(to)
+        with pytest.raises(ConfigError, match="begin another one"):
+            next(batches)
+
+
 @pytest.mark.parametrize("peek", ["pipeline", "loader", "copy"])
 def test_a_peek_leaves_the_tracked_position(of_files, peek):
     dataset, other = (of_files(wds.shuffle(5)) for _ in range(2))

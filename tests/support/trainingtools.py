@@ -73,12 +73,16 @@ def programs(directory: Path, **scripts: str) -> str:
 
 def _kill_group(group: int) -> None:
     """Kill the processes of a group, but not multiprocessing's, which remove its semaphores."""
-    os.killpg(group, signal.SIGSTOP)  # from here on, they start no others
-    for pid in sorted(int(each.name) for each in Path("/proc").glob("[0-9]*")):
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if os.getpgid(pid) == group and b"resource_tracker" not in command:
-                os.kill(pid, signal.SIGKILL)
+    os.killpg(group, signal.SIGSTOP)
+    is_alive = True
+    while is_alive:  # again, because a fork that had begun may have ended only now
+        is_alive = False
+        for pid in sorted(int(each.name) for each in Path("/proc").glob("[0-9]*")):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()  # a zombie has none
+                if os.getpgid(pid) == group and command and b"resource_tracker" not in command:
+                    os.kill(pid, signal.SIGKILL)
+                    is_alive = True
     os.killpg(group, signal.SIGCONT)
 
 

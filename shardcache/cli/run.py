@@ -111,9 +111,7 @@ def run_command(
         try:
             child = subprocess.Popen(program, env=environment)
         except OSError as exn:
-            text = f"{program[0]} cannot be started: {exn.strerror}."
-            text += f" Write `run python {program[0]}`." if program[0].endswith(".py") else ""
-            invocation.console.error(text, exn)
+            invocation.console.error(f"{program[0]} cannot be started: {exn.strerror}.", exn)
             return 127 if isinstance(exn, FileNotFoundError) else 126  # as shells do
         for missed in early:
             child.send_signal(missed)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardcache import clock
-from shardcache.clock import utc
 from shardcache.stats.database import NO_RANK, PERIOD, Sample
 from shardcache.units import counted, format_bytes, format_duration
 
@@ -130,8 +129,8 @@ class Stats:
         names = ("opens", "hit_rate", "bytes_saved", "evicted", "errors")
         waits = {**self.waits, "all": self.all_waits}
         return {
-            "since": None if self.since is None else utc(self.since),
-            "until": None if self.until is None else utc(self.until),
+            "since": None if self.since is None else clock.utc(self.since),
+            "until": None if self.until is None else clock.utc(self.until),
             **{name: getattr(self, name) for name in names},
             **{name: n for name, n in self.counters.items() if not name.startswith("wait_us_")},
             "waits": {name: {**asdict(wait), "mean": wait.mean} for name, wait in waits.items()},

@@ -75,7 +75,7 @@ def _kill_group(group: int) -> None:
     """Kill the processes of a group, but not multiprocessing's, which remove its semaphores."""
     os.killpg(group, signal.SIGSTOP)
     is_alive = True
-    while is_alive:  # again, because a fork that had begun may have ended only now
+    while is_alive:  # because a fork may have been under way
         is_alive = False
         for pid in sorted(int(each.name) for each in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended

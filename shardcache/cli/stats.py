@@ -171,9 +171,11 @@ def _figures(stats: Stats) -> str:
         return "Nothing was counted."
     begin, end = (local_time(utc(date or 0.0)) for date in (stats.since, stats.until))
     rows = [("Period", f"{begin} to {end}")]
-    for name, (about, _, counters) in METRICS.items():
+    for name, (about, kind, counters) in METRICS.items():
         text = functools.partial(_shown, name)
         total = sum(getattr(stats, each) for each in counters.values())
+        if kind == "tier" and not total:
+            continue
         rows.append((about, text(total)))
         for label, counter in counters.items():
             if label and (n := getattr(stats, counter)):

@@ -18,7 +18,6 @@ import mmap
 import sys
 import threading
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from shardcache import clock, threads
@@ -219,8 +218,8 @@ class Transfer:
             raise self._error
         received = self._partial
         if not (self._origin.conditional and received.confirmed):
-            compare_now = partial(compare_version, self._origin, self._shard, self._info)
-            self.retries.call(compare_now, sleep=self._download.sleep)
+            version = self._origin, self._shard, self._info
+            self.retries.call(lambda: compare_version(*version), sleep=self._download.sleep)
         size, digests = received.written, received.digests
         if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
             raise IntegrityError(  # should be impossible; checked so that no gap is ever published

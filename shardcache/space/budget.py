@@ -226,38 +226,34 @@ class Space:
                 usage.bins[bin] = None
                 usage.growing.add(bin)
             self._count(usage)
-            swept, freed, least = False, 0, 2 * max(1, room)
-            for _ in range(_PLANS):
+            is_old = not 0 <= clock.monotonic() - usage.listed < _CORRECTED
+            if is_old and (policy is None or limits.excess(usage.total + need) <= 0):
+                self._choose(usage, Limits(), self.policy, sample_only=True)  # corrects `usage`
+            freed, least = 0, 2 * max(1, room)
+            for attempt in range(_PLANS):
                 over = limits.excess(usage.total + need)
-                if (has_room := over <= 0 or freed >= least) or policy is None:
-                    if not 0 <= clock.monotonic() - usage.listed < _CORRECTED:
-                        self._choose(usage, Limits(), self.policy, sample_only=True)  # to count
-                        continue
-                    if not has_room:
-                        break
+                # If limits were lowered or the disk was filled, the next admissions evict the rest,
+                # so that none waits for long.
+                if over <= 0 or freed >= least:
                     usage.add(bin, need)
                     return
+                if policy is None:
+                    break
                 missing, is_recent = self._refusal(need, policy, usage)
                 if missing and is_recent:
                     raise self._no_room(str(shard), missing)
-                if not swept:  # leftovers of dead processes go before entries
-                    swept = True
-                    if self._sweep(usage):
-                        self._count(usage)
-                        limits = self.limits(need)
-                        continue
-                # If limits were lowered or the disk was filled, the next admissions evict the rest,
-                # so that none waits for long.
-                goal = limits._replace(later=max(0, over - least))
-                # After a minute, a sample decides whether a refusal still holds.
-                planned = self._choose(usage, goal, policy, need, sample_only=bool(missing))
-                if planned.missing:
-                    # Otherwise, entries stay because of readers, which may finish at any moment.
-                    if policy.keeps_used:
-                        most = usage.total + need - planned.missing
-                        self._record(self.node.refusal, clock.monotonic(), most)
-                    raise self._no_room(str(shard), planned.missing)
-                freed += self._evict(usage, planned)  # not all, if a process now reads one
+                if attempt or not self._sweep(usage):  # leftovers of dead processes go first
+                    goal = limits._replace(later=max(0, over - least))
+                    # After a minute, a sample decides whether a refusal still holds.
+                    planned = self._choose(usage, goal, policy, need, sample_only=bool(missing))
+                    if planned.missing:
+                        # Otherwise, entries stay because of readers, which may end at any moment.
+                        if policy.keeps_used:
+                            most = usage.total + need - planned.missing
+                            self._record(self.node.refusal, clock.monotonic(), most)
+                        raise self._no_room(str(shard), planned.missing)
+                    freed += self._evict(usage, planned)  # not all, if a process now reads one
+                self._count(usage)
                 limits = self.limits(need)
             raise self._no_room(str(shard))
 

@@ -108,9 +108,9 @@ def _public(value: object) -> object:
             )
         return kept
     if type(value) is list or type(value) is tuple:
-        pairs = (each for each in value if isinstance(each, list | tuple) and each)
-        secrets = [each for each in pairs if re.search(_CREDENTIALS, str(each[0]))]  # of headers
-        return type(value)(_public(each) for each in value if each not in secrets)
+        pairs = (item for item in value if isinstance(item, list | tuple) and item)
+        secrets = [item for item in pairs if re.search(_CREDENTIALS, str(item[0]))]  # of headers
+        return type(value)(_public(item) for item in value if item not in secrets)
     if isinstance(value, str) and "://" in value:  # the URL of a proxy or an endpoint
         return re.sub(_LOGIN, "://", value).partition("?")[0].partition("#")[0]
     return value
@@ -393,11 +393,11 @@ class Config:
 
     def scheme_options(self, scheme: str) -> Mapping[str, Any]:
         """Return the table of one scheme. Without a table ``s3``, all options belong to S3."""
-        own = self.storage_options.get(scheme)
-        if not isinstance(own, Mapping):
-            own = self.storage_options if scheme == "s3" else {}
+        options = self.storage_options.get(scheme)
+        if not isinstance(options, Mapping):
+            options = self.storage_options if scheme == "s3" else {}
         is_given = scheme == "s3" and self.endpoint_url
-        return {**own, "endpoint_url": self.endpoint_url} if is_given else own
+        return {**options, "endpoint_url": self.endpoint_url} if is_given else options
 
     def places(self) -> dict[str, str]:
         """Return the options that name a server or an account, by scheme, without secrets."""

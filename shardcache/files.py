@@ -259,7 +259,7 @@ def list_names(directory: Path | str) -> list[str]:
 
 def existing(path: Path) -> Path:
     """Return the path, or the nearest of its parents that exists."""
-    return next(each for each in (path, *path.parents) if each.exists())
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def is_directory(path: Path | str) -> bool:

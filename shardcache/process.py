@@ -95,7 +95,7 @@ class ProcessCache:
         from shardcache.download.connections import Connections
         from shardcache.download.transfer import Resources
         from shardcache.origins.resolve import Origins
-        from shardcache.origins.retry import RetryPolicy
+        from shardcache.origins.retry import RetryLimits
         from shardcache.tiers import Housekeeper, Tier
 
         config, ranks = self.config, self._ranks
@@ -106,12 +106,12 @@ class ProcessCache:
         self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.last_tier.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
-        self.tiers = [Tier(own, *parts) for own in config.by_tier()]
+        self.tiers = [Tier(tier_config, *parts) for tier_config in config.by_tier()]
         self.last_tier = self.tiers[-1]
         self.origins = Origins(config, self.notices.is_new)
         self.resources = Resources(
             config,
-            RetryPolicy(config.attempts, config.deadline, config.patience),
+            RetryLimits(config.attempts, config.deadline, config.patience),
             self.counters,
             Connections(
                 config.connections, config.part_size, lambda: self.last_tier.node, self.origins

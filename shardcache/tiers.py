@@ -78,13 +78,13 @@ class Tier:
     def _locate(self, manifest: dict[str, Any] | None) -> None:
         """Determine the namespaces from the configuration and the manifest, if it is known."""
         self._is_located = manifest is not None
-        own = self.node = node_namespace(self.config, manifest or {})
+        namespace = self.node = node_namespace(self.config, manifest or {})
         if self.config.isolation != "node":
             name = self._ranks.job or _NO_JOB
             if self.config.isolation == "rank":
                 name += f"-{self._ranks.rank}"
-            own = self.node.rank(safe_name(name))
-        self.store = self._store(own)
+            namespace = self.node.rank(safe_name(name))
+        self.store = self._store(namespace)
         self.space = self.limited(self.config)
 
     def _store(self, layout: Layout) -> Store:
@@ -94,8 +94,8 @@ class Tier:
 
     def stores(self) -> list[Store]:
         """Return all namespaces on the disk, this process's namespace first."""
-        own, every = self.store.layout.base, self.node.namespaces()
-        return [self.store, *(self._store(other) for other in every if other.base != own)]
+        own_base, namespaces = self.store.layout.base, self.node.namespaces()
+        return [self.store, *(self._store(other) for other in namespaces if other.base != own_base)]
 
     def check(self) -> bool:
         """Return whether the directory has a cache; ConfigError if it must not be used."""

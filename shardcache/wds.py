@@ -112,7 +112,7 @@ def _is_list(data: Any) -> bool:
             return True
         names = data.gi_code.co_varnames[: data.gi_code.co_argcount]
         values = map(data.gi_frame.f_locals.get, names)
-        data = next((each for each in values if isinstance(each, Iterator)), None)
+        data = next((value for value in values if isinstance(value, Iterator)), None)
     return isinstance(data, list | tuple | type(iter([])))
 
 
@@ -297,7 +297,7 @@ def attach(
         raise ConfigError(
             f"attach() takes a WebDataset or a DataPipeline, not {type(dataset).__name__}."
         )
-    stages = [each for stage in pipeline for each in _replaced(stage, cache, fast_tar)]
+    stages = [new_stage for stage in pipeline for new_stage in _replaced(stage, cache, fast_tar)]
     functions = [_call_of(stage)[0] for stage in stages]
     if url_opener not in functions:
         names = ", ".join(getattr(stage, "__name__", type(stage).__name__) for stage in pipeline)

@@ -34,7 +34,7 @@ from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import MalformedError, Transport
 from shardcache.origins.listing import expand_braces, is_pattern
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import RetryPolicy
+from shardcache.origins.retry import RetryLimits
 from shardcache.origins.s3 import S3Origin
 from shardcache.space.eviction import total_bytes
 from shardcache.space.memory import Volume, allocation, ram_disk
@@ -307,7 +307,7 @@ def _read(config: Config, url: str) -> Findings:
 
     origins.of(shard).prepare()
     began = time.monotonic()
-    retry = RetryPolicy(2, config.deadline, 0).started(str(shard))  # a single error may be chance
+    retry = RetryLimits(2, config.deadline, 0).started(str(shard))  # a single error may be chance
     size, first, info = retry.call(read, sleep=time.sleep)
     seconds = max(time.monotonic() - began, 1e-9)
     text = f"{format_bytes(size)} in {format_duration(seconds)} ({format_rate(size / seconds)}), "

@@ -203,8 +203,8 @@ def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     files, tiers, used, evictable = group_links(shards), cache.process.present, 0, 0
     busy = {entry for entry, row in shards.items() if row["state"] == "in_use"}.__contains__
     for tier in tiers:
-        own = [entry for entry in shards if tier.owns(entry.directory)]
-        plan = tier.space.plan(own, Limits(everything=True), tier.space.policy, in_use=busy)
+        entries = [entry for entry in shards if tier.owns(entry.directory)]
+        plan = tier.space.plan(entries, Limits(everything=True), tier.space.policy, in_use=busy)
         used += plan.kept_bytes + plan.freed
         evictable += sum(removal.entries[0].size for removal in plan.removed)
     size = sum(links[0].size for links in files)

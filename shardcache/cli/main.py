@@ -133,8 +133,8 @@ class Invocation:
         def is_ours(tier: Path) -> bool:  # another user may have written the record
             if not is_cache(tier):
                 return False
-            own, other = root.stat(), tier.stat()
-            return other.st_gid == own.st_gid if is_shared else other.st_uid == own.st_uid
+            a, b = root.stat(), tier.stat()
+            return a.st_gid == b.st_gid if is_shared else a.st_uid == b.st_uid
 
         try:
             limits = job_limits(Layout.of_root(root))

@@ -289,18 +289,18 @@ def _prewarm_ray(
     failures = defaultdict[tuple[str, str], list[str]](list)
     for node in nodes:
         report, error, code = node.report, node.error, _exit_code(node.report, options)
-        found = list(_failures(console, report, check=options["check"]))
+        node_failures = list(_failures(console, report, check=options["check"]))
         word = "lost" if node.lost else "interrupted" if node.interrupted else "failed"
         lines: list[object] = [report.plan] if only_plans else [report.plan, report]
         if error is not None or node.interrupted:
             lines, code = [word], ExitCode.SOME_FAILED
         if error is not None:
-            found.append((word, reason(error)))
+            node_failures.append((word, reason(error)))
             code = cli.code_of(error)
             code = ExitCode.SOME_FAILED if code is ExitCode.FAILED else code
         for line in lines:
             console.info(f"{node.name}  {line}")
-        for failure in found:
+        for failure in node_failures:
             failures[failure].append(node.name)
         record = {"number": node.number, "exit_code": code, "lost": node.lost, "error": error}
         records[node.name] = {**fields_of(report), **record, "interrupted": node.interrupted}

@@ -231,7 +231,7 @@ def report_command(invocation: Invocation, since: float | None, output: str) -> 
         begin = clock.time() - (since or clock.time())
         charted = database.samples(cache.process.last_tier.node, begin, period=database.STEP)
     held = sum(tier["bytes"] for tier in tiers)
-    rows = [[_group_name(rank), *_cells(found)] for rank, found in by_rank(samples).items()]
+    rows = [[_group_name(rank), *_cells(stats)] for rank, stats in by_rank(samples).items()]
     table = drawn(text_table(["RANK", *_ROW_TITLES], rows), Console().terminal(io.StringIO()))
     fill = [f"{tier['dir']}: {_fill_text(tier)}" for tier in tiers]
     text = "\n".join([*fill, "", _figures(summed(samples)), "", table])
@@ -290,11 +290,11 @@ def _charts(samples: Sequence[Sample], size: int) -> Iterator[str]:
     x: Any = [datetime.fromtimestamp(start + step / 2) for start in groups]  # local time
     width: Any = timedelta(seconds=0.8 * step)
     sums = list(groups.values())
-    changes = [each.bytes_evicted - each.bytes_stored for each in sums[:0:-1]]  # back in time
+    changes = [stats.bytes_evicted - stats.bytes_stored for stats in sums[:0:-1]]  # back in time
     sizes = [*itertools.accumulate(changes, initial=size)][::-1]
     charts: dict[str, tuple[str, Any]] = {"Size of the cache": ("bytes", {"stored": sizes})}
     for name, (title, _, counters) in {**METRICS, **WAITED}.items():
-        series = {label: [getattr(each, n) for each in sums] for label, n in counters.items()}
+        series = {label: [getattr(stats, n) for stats in sums] for label, n in counters.items()}
         charts[title.rstrip(".")] = name, series
     for title, (family, series) in charts.items():
         if not any(map(any, series.values())):

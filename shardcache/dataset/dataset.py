@@ -135,13 +135,13 @@ class TarDataset:
         shards = os.fspath(shards) if isinstance(shards, os.PathLike) else shards
         if isinstance(shards, str) and _INDEX.search(shards):
             self._index_file = shards
-            found, counts = read_index_file(self.cache, self._index_file)
+            parsed, counts = read_index_file(self.cache, self._index_file)
         else:
             specs = [*map(str, spec_list(shards))]
-            found = [self.cache.parse(url) for url in expand(specs, self.cache)]
-        if not found:
+            parsed = [self.cache.parse(url) for url in expand(specs, self.cache)]
+        if not parsed:
             raise ConfigError("TarDataset needs at least one shard.")
-        self.shards = tuple(found)
+        self.shards = tuple(parsed)
         for shard in self.shards:
             refuse_compressed(shard)
         self.counts = np.array(self._count(specs) if counts is None else counts, np.int64)
@@ -176,11 +176,11 @@ class TarDataset:
         # The ranks of a node begin at different shards, so that each shard is counted by one rank.
         first = len(self.shards) * (ranks.local_rank or 0) // (ranks.local_size or 1)
         counts = [0] * len(self.shards)
-        for number, found in count_samples(self.cache, self.shards[first:] + self.shards[:first]):
-            if not isinstance(found, Exception):
-                counts[(first + number) % len(counts)] = found[0]
-            elif not self.handler(found):
-                raise found
+        for number, result in count_samples(self.cache, self.shards[first:] + self.shards[:first]):
+            if not isinstance(result, Exception):
+                counts[(first + number) % len(counts)] = result[0]
+            elif not self.handler(result):
+                raise result
         return counts
 
     def __repr__(self) -> str:
@@ -237,8 +237,8 @@ class TarDataset:
             draws.append((hashes(count, key) >> np.uint64(11)) / 2**53)  # from 0 to 1
         every = np.concatenate(draws)
         drawn = every if self._selected is None else every[self._selected]
-        own = np.searchsorted(ends, drawn, "right")
-        parts = [np.flatnonzero(own == part) for part in range(len(ends))]
+        part_of = np.searchsorted(ends, drawn, "right")
+        parts = [np.flatnonzero(part_of == part) for part in range(len(ends))]
         if not all(map(len, parts)):
             raise ConfigError(f"{len(self)} samples are too few for the fractions {fractions!r}.")
         selected = [self.select(part) for part in parts]

@@ -157,10 +157,10 @@ class OpenShard:
                     raise tarfile.ReadError("unexpected end of data")
                 shard = {"__url__": self._url, "__local_path__": self._path}
                 files = files_in(data, shard)
-                found = list(group_files(files, handler))
-                if len(found) == 1:
-                    return found[0]
-                problem = f"its bytes hold {len(found)} samples"
+                samples = list(group_files(files, handler))
+                if len(samples) == 1:
+                    return samples[0]
+                problem = f"its bytes hold {len(samples)} samples"
             except (tarfile.TarError, ValueError) as exn:
                 problem = str(exn.args[0] if exn.args else exn)
             self._make()

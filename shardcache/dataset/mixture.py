@@ -95,13 +95,13 @@ class Mixture:
         batches, errors = list[Iterator[Any]](), list[Exception]()
         for part, data in enumerate(self.parts.values()):
             first, shards = self._firsts[part], range(*self._first_shards[part : part + 2])
-            own = [
+            part_indices = [
                 SampleIndex(number - first, getattr(index, "epoch", 0))
                 for index, number, owner in zip(indices, numbers, owners, strict=True)
                 if owner == part
             ]
             open_ = [shard - shards.start for shard in in_use if shard in shards]
-            batch, error = data.read(Batch(own, open_)) if own else ([], None)
+            batch, error = data.read(Batch(part_indices, open_)) if part_indices else ([], None)
             batches.append(iter(batch))
             errors += [error] if error is not None else []
         samples = [sample for owner in owners for sample in islice(batches[owner], 1)]

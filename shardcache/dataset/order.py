@@ -174,17 +174,17 @@ class Epoch:
             rest = [(lane, start, sizes[lane] - start) for lane in numbers]
             first = [(lane, 0, min(share, sizes[lane])) for lane in numbers]
             parts = itertools.chain(rest, itertools.cycle(first))
-        found, at = [np.empty(0, np.int64)], 0
+        taken, at = [np.empty(0, np.int64)], 0
         for lane, begin, count in parts:
             skip, stop = max(0, low - at), min(count, high - at)
             if skip < stop:
                 if lane not in self.lanes:
                     self.lanes[lane] = self._order.lane(lane, self._number)
-                found.append(self.lanes[lane].take(begin + skip, stop - skip))
+                taken.append(self.lanes[lane].take(begin + skip, stop - skip))
             at += count
             if at >= high:
                 break
-        return np.concatenate(found)
+        return np.concatenate(taken)
 
     def shards(self, ahead: int) -> list[int]:
         """Return the shards of the windows, and those that enter in the next ``ahead`` turns."""
@@ -211,14 +211,14 @@ class Lane:
         self.turn = 0  # the last one that samples were taken of
 
     def take(self, position: int, count: int) -> Samples:
-        found = []
+        taken = []
         while count > 0:
             if not 0 <= position - self._start < len(self._step):
                 self._enter(position)
-            found.append(self._step[position - self._start :][:count])
-            position += len(found[-1])
-            count -= len(found[-1])
-        return np.concatenate(found)
+            taken.append(self._step[position - self._start :][:count])
+            position += len(taken[-1])
+            count -= len(taken[-1])
+        return np.concatenate(taken)
 
     def shards(self, ahead: int) -> list[int]:
         """Return the shards of the window and of the next ``ahead`` turns."""
@@ -227,22 +227,22 @@ class Lane:
 
     def _enter(self, position: int) -> None:
         steps = range((self._last + 1) * self._divisor)
-        step = bisect_right(steps, position, key=lambda each: self._cut(each)[0]) - 1
+        step = bisect_right(steps, position, key=lambda segment: self._cut(segment)[0]) - 1
         self._start, segments, begins, ends = self._cut(step)
         self.turn = max(self.turn, step // self._divisor)
         kept = self._permuted
         self._permuted = {}
         parts = []
-        for each, begin, end in zip(segments, begins, ends, strict=True):
-            size, first = int(self._sizes[each]), self._firsts[each]
+        for segment, begin, end in zip(segments, begins, ends, strict=True):
+            size, first = int(self._sizes[segment]), self._firsts[segment]
             key = chained(self._key, _SAMPLES, int(first))
             if size * self._window > _WINDOW_MAX and key is not None:
                 parts.append(first + _spread(size, key, begin, end))
                 continue
-            if each not in kept:
-                kept[each] = permutation(size, key).astype(np.int32)
-            self._permuted[each] = kept[each]
-            parts.append(first + kept[each][begin:end])
+            if segment not in kept:
+                kept[segment] = permutation(size, key).astype(np.int32)
+            self._permuted[segment] = kept[segment]
+            parts.append(first + kept[segment][begin:end])
         samples = np.concatenate(parts)
         self._step = samples[permutation(len(samples), chained(self._key, _STEP, step))]
 
@@ -306,8 +306,8 @@ class MixedOrder(Order):
         self._names, self._schedule = tuple(parts), schedule
         self.parts = []
         for name, counts in parts.items():
-            own = chained(0, seed, zlib.crc32(name.encode())) or 0
-            self.parts.append(Order(counts, seed=own, lanes=lanes, shuffle=shuffle))
+            part_seed = chained(0, seed, zlib.crc32(name.encode())) or 0
+            self.parts.append(Order(counts, seed=part_seed, lanes=lanes, shuffle=shuffle))
             if (total := self.parts[-1].total) < lanes:
                 raise ConfigError(
                     f"The part {name!r} of the mixture has {total} samples, fewer than the {lanes} "
@@ -359,8 +359,8 @@ class MixedLane:
         taken = split(np.arange(position, position + count + 1), self._shares)
         for part, numbers in enumerate(taken):
             start = self._before[part] + int(numbers[0])
-            own = np.diff(numbers) > 0
-            samples[own] = self._take(part, start, int(own.sum()))
+            is_from_part = np.diff(numbers) > 0
+            samples[is_from_part] = self._take(part, start, int(is_from_part.sum()))
         return samples
 
     def shards(self, ahead: int) -> list[int]:
@@ -373,13 +373,13 @@ class MixedLane:
 
     def _take(self, part: int, position: int, count: int) -> Samples:
         """Return samples of a part from a position on, which counts from the start of the run."""
-        found = [np.empty(0, np.int64)]
+        taken = [np.empty(0, np.int64)]
         while count > 0:
             epoch, start = divmod(position, self._sizes[part])
             if self._lanes.get(part, (None,))[0] != epoch:
                 self._lanes[part] = epoch, self._order.parts[part].lane(self._number, epoch)
             samples = self._lanes[part][1].take(start, min(count, self._sizes[part] - start))
-            found.append(samples)
+            taken.append(samples)
             position += len(samples)
             count -= len(samples)
-        return np.concatenate(found) + self._order.firsts[part]
+        return np.concatenate(taken) + self._order.firsts[part]

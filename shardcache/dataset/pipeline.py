@@ -147,7 +147,7 @@ def _refuse(stage: Any) -> None:
     given = *getattr(stage, "args", ()), *named.values()
     if (
         (isinstance(kind, type) and kind not in _OBJECTS | _BLIND)
-        or any(isinstance(each, random.Random) for each in given)
+        or any(isinstance(argument, random.Random) for argument in given)
         or kind in (filters.rsample.f, shardlists.resampled.f)
         or _shuffle_of(stage).get("rng") is not None
         or isinstance(seed, float | bool)  # the time
@@ -331,7 +331,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if is_own and (options := _shuffle_of(stage)).pop("seed", None) == seed:
                 self.pipeline[number] = FilterFunction(filters.shuffle.f, **options)
         urls = source if isinstance(source, list) else getattr(source, "urls", [])
-        names = "\n".join(str(wds.shard_of(cache, each)) for each in urls)
+        names = "\n".join(str(wds.shard_of(cache, url)) for url in urls)
         self._shards = f"{len(urls)} shards, checksum {crc32(os.fsencode(names)):08x}"
         self._run: _Run | None = None
         self._tracked: dict[str, Any] | None = None  # the state of the last `track`
@@ -404,13 +404,13 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             ConfigError: the state was saved with other shards, stages, ranks or workers.
         """
         workers = _workers_of(state) if isinstance(state, Mapping) else [None]
-        if not state or not all(isinstance(each, Mapping) for each in workers):
+        if not state or not all(isinstance(worker, Mapping) for worker in workers):
             raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
         self._warn_if_extended()
         epoch = checked_int("state['epoch']", state.get("epoch"), 0)
-        for each in workers:
-            self._refuse_other(each, "version", "shards", "stages", "rank", "world_size")
-            checked_int("state['epoch'] of a worker", _Run.of(each).epoch, epoch, epoch)
+        for worker in workers:
+            self._refuse_other(worker, "version", "shards", "stages", "rank", "world_size")
+            checked_int("state['epoch'] of a worker", _Run.of(worker).epoch, epoch, epoch)
         self._seed = workers[-1]["seed"] if workers else self._seed
         self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
         self._load = -1 if get_worker_info() else self._record.add("load", epoch).loads
@@ -431,9 +431,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return {state["worker"]: state for state in states}
 
     def _refuse_other(self, state: Mapping[str, Any], *names: str, **changes: int) -> None:
-        own = self._state(_Run(0)) | changes
+        current = self._state(_Run(0)) | changes
         for name in names:
-            before, now = state.get(name), own[name]
+            before, now = state.get(name), current[name]
             if before == now:
                 continue
             if name == "stages":
@@ -467,26 +467,26 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         epochs, constant = self._record.add(), self._state(_Run(0))
         workers = loader.num_workers or 1
         loaded = self._loaded_by_worker(workers) if self._is_waiting(epochs) else {}
-        found = [loaded.get(worker) for worker in range(workers)]
+        states = [loaded.get(worker) for worker in range(workers)]
         # After a loop that was left, the position holds until another iteration begins.
-        self._tracked = own = {"epoch": epochs.epoch, "workers": found, "until": None}
+        self._tracked = saved = {"epoch": epochs.epoch, "workers": states, "until": None}
         is_over, is_exiting = bool(loaded), sys.is_finalizing  # at the exit, `sys` may be None
         try:
             for position, batch in tracked:
-                own["epoch"], is_over = position["epoch"], False
-                found[position["worker"]] = constant | position
+                saved["epoch"], is_over = position["epoch"], False
+                states[position["worker"]] = constant | position
                 yield batch
-                if self._tracked is not own:
+                if self._tracked is not saved:
                     text = "a state was loaded or an epoch set during this iteration: begin another"
                     raise ConfigError(f"{text} one.")
-            if self._tracked is own:
+            if self._tracked is saved:
                 self._run = self._tracked = None
             if is_over:
                 text = "the state has the end of epoch %d, of which no batch is left"
-                logger.warning(text, own["epoch"])
+                logger.warning(text, saved["epoch"])
         finally:
             if not is_exiting():
-                own["until"] = self.epoch
+                saved["until"] = self.epoch
 
     def __iter__(self) -> Iterator[Any]:
         try:
@@ -508,9 +508,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "a state was loaded after the persistent workers of this loader had started. "
                 "Resume with a new DataLoader."
             )
-        own = self._loaded.get("epoch", -1) if self._load < 0 else -1
-        epoch, is_continued = self._record.add(kind, own, name).begun[name]
-        is_continued = own == epoch if own >= 0 else is_continued
+        loaded_epoch = self._loaded.get("epoch", -1) if self._load < 0 else -1
+        epoch, is_continued = self._record.add(kind, loaded_epoch, name).begun[name]
+        is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_continued
         state = self._loaded_by_worker(workers).get(worker) if is_continued else None
         run = _Run(epoch) if state is None else _Run.of(state)
         if self._load < 0:
@@ -557,7 +557,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         stage, (rank, _, worker, _) = self.pipeline[number], pytorch_worker_info()
         kind = _kind(stage)
         # All readers must see one order of what is divided among them later.
-        later = {_kind(each) for each in self.pipeline[number:]}
+        later = {_kind(later_stage) for later_stage in self.pipeline[number:]}
         rank = 0 if shardlists.split_by_node in later else rank
         worker = 0 if shardlists.split_by_worker in later else worker
         drawn = self._seed, run.epoch, run.passes, rank, worker, number
@@ -612,7 +612,7 @@ os.register_at_fork(before=lambda: [each.add() for each in list(_records)])
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:
     """Return the state of each worker that had started."""
     workers = state.get("workers")
-    return [each for each in workers if each is not None] if isinstance(workers, list) else [state]
+    return [w for w in workers if w is not None] if isinstance(workers, list) else [state]
 
 
 def _loader() -> str:

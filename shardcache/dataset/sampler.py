@@ -204,13 +204,13 @@ class ShardBatchSampler(Sampler[list[int]]):
         def saved(name: str, *limits: int) -> int:
             return checked_int(f"the state's {name}", state.get(name), *limits)
 
-        for name, own in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
+        for name, now in {"version": VERSION, "data": self._fingerprint, **self._given}.items():
             if isinstance(found := state.get(name), bool | float):  # may equal a number
                 saved(name)
-            if own is not None and found != own:
+            if now is not None and found != now:
                 what = "shards or counts of samples" if name == "data" else name
                 raise ConfigError(
-                    f"the state was saved with other {what}: {name} was {found} and is {own}. "
+                    f"the state was saved with other {what}: {name} was {found} and is {now}. "
                     "Resume with the same, or start without the state."
                 )
         epoch, lanes, shuffle = saved("epoch", 0), saved("lanes", 1), saved("shuffle", 0)
@@ -218,11 +218,11 @@ class ShardBatchSampler(Sampler[list[int]]):
         most = -(-(self.order.total + saved("global_batch", 1)) // lanes)
         taken, before = saved("taken", 0, most), (self.order.lanes, self.shuffle)
         self._arrange(lanes, shuffle)
-        if (found := state.get("mixed", "")) != (own := self.order.mixed(epoch, taken)):
+        if (found := state.get("mixed", "")) != (now := self.order.mixed(epoch, taken)):
             self._arrange(*before)
             raise ConfigError(
                 f"the state was saved with other weights: from each part, {found} samples had been "
-                f"taken, and now {own}. Weights may change with an epoch that has not begun."
+                f"taken, and now {now}. Weights may change with an epoch that has not begun."
             )
         return epoch, taken
 
@@ -235,11 +235,11 @@ class ShardBatchSampler(Sampler[list[int]]):
         store = None if self._number is None else torch_store()
         if store is None:
             return
-        own = {**self._state(*self._start), "world_size": self.world_size}
+        mine = {**self._state(*self._start), "world_size": self.world_size}
         with contextlib.suppress(RuntimeError):  # the rank that serves the store has ended
             name = f"shardcache/order/{self._number}"
-            other = json.loads(store.compare_set(name, "", json.dumps(own)))
-            differ = [f"{n} {own[n]} and {other[n]}" for n in own if own[n] != other[n]]
+            other = json.loads(store.compare_set(name, "", json.dumps(mine)))
+            differ = [f"{n} {mine[n]} and {other[n]}" for n in mine if mine[n] != other[n]]
             if differ:
                 raise ConfigError(
                     f"the ranks differ: {', '.join(differ)}. Pass the same arguments on all ranks."
@@ -349,7 +349,7 @@ class _Iteration:
         if self._pid != os.getpid():  # a forked child has no thread, and locks that stay held
             self._pid, self._wanted = os.getpid(), list[int]()
             self._ahead = Prefetcher(sampler.data.cache.process)
-        found = self._epoch.batch(start, sampler.share, *sampler.part)
+        numbers = self._epoch.batch(start, sampler.share, *sampler.part)
         wanted = self._epoch.shards(sampler.data.cache.config.prefetch)
         if wanted != self._wanted:
             self._wanted = wanted
@@ -357,7 +357,7 @@ class _Iteration:
         if not sampler._is_checked and (size := self._ahead.size):
             sampler._check_room(size)
         self._advance(start + sampler.share)
-        indices = (SampleIndex(number, self._number) for number in found.tolist())
+        indices = (SampleIndex(number, self._number) for number in numbers.tolist())
         return Batch(indices, self._epoch.shards(0))
 
     def _advance(self, taken: int) -> None:

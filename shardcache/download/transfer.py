@@ -40,7 +40,7 @@ from shardcache.origins.base import (
     skip,
 )
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import Retries, RetryPolicy, try_once
+from shardcache.origins.retry import Retries, RetryLimits, try_once
 from shardcache.stats.counters import Counters
 from shardcache.store.digest import BLOCK, MismatchError, block_digest, compare, tree_digest
 from shardcache.store.directory import Metadata
@@ -66,7 +66,7 @@ class Resources:
     """The parts of a process that all its transfers share."""
 
     config: Config
-    policy: RetryPolicy
+    retry_limits: RetryLimits
     counters: Counters
     connections: Connections
     origins: Origins
@@ -145,7 +145,7 @@ class Transfer:
         self._resources, self._download, self._origin = resources, download, origin
         self._shard = download.shard
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-        started, once = resources.policy.started, bool(origin.upstream)
+        started, once = resources.retry_limits.started, bool(origin.upstream)
         self.retries = started(str(self._shard), record, before, once=once)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
         self._partial: Partial  # from `receive`, as is `_info`

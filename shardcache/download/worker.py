@@ -181,8 +181,8 @@ class Worker:
     def _failed_tier(self, exn: OSError) -> Tier | None:
         """Return the tier whose disk failed, or None if it is the last one or unknown."""
         faster, name = self._directories.tiers[:-1], exn.filename
-        found = (t for t in faster if (t is self._tier if name is None else t.owns(str(name))))
-        return next(found, None) if is_disk_fault(exn) else None
+        tiers = (t for t in faster if (t is self._tier if name is None else t.owns(str(name))))
+        return next(tiers, None) if is_disk_fault(exn) else None
 
     def _attempt(self) -> Opened:
         directories, download = self._directories, self._download
@@ -239,7 +239,7 @@ class Worker:
         LockTimeoutError after ``lock_timeout`` seconds.
         """
         download, directories, config = self._download, self._directories, self._resources.config
-        shard, own = download.shard, directories.holder()._replace(url=str(download.shard))
+        shard, waiter = download.shard, directories.holder()._replace(url=str(download.shard))
         start = now = grew = announced = clock.monotonic()
         poll, seen = _FIRST_POLL, self._read_holder()
         with contextlib.ExitStack() as stack:
@@ -282,7 +282,7 @@ class Worker:
                     values = shard, format_duration(waited), _describe(seen, now - grew)
                     logger.warning("%s: waiting for %s, %s", *values, extra=facts)
                 if last - start < _NOTE_AFTER <= waited:
-                    note = Session(directories.layout, own.started, (shard.key, own))
+                    note = Session(directories.layout, waiter.started, (shard.key, waiter))
                     stack.callback(note.close)
                 if lock.try_acquire(directories.holder()):
                     return None
@@ -351,7 +351,7 @@ class Worker:
     def _import(self, source: Path) -> Path:
         """Publish a file of this machine as the shard, if it has the bytes of the object."""
         shard, resources, download = self._download.shard, self._resources, self._download
-        origin, retries = resources.origins.of(shard), resources.policy.started(str(shard))
+        origin, retries = resources.origins.of(shard), resources.retry_limits.started(str(shard))
         info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
         if (size := source.stat().st_size) != info.size:
             raise refused_file(shard, source, info)
@@ -490,11 +490,11 @@ class Worker:
         # If this process is stopped from here on, a version that another process publishes has a
         # later time, and is the one that is read.
         others = self._directories.versions(shard.key)
-        own = tier.store.layout.entry(shard.key, metadata.info.version, metadata.size)
-        if came := [other for other in others if other.name not in (own.name, *self._earlier)]:
+        path = tier.store.layout.entry(shard.key, metadata.info.version, metadata.size)
+        if came := [other for other in others if other.name not in (path.name, *self._earlier)]:
             # Either may be the newer version, but a process that has read the published one must
             # not read an older one next.
-            logger.info("%s: %s came before %s, which is dropped", shard, came[0].name, own.name)
+            logger.info("%s: %s came before %s, which is dropped", shard, came[0].name, path.name)
             partial.discard()
             return came[0]
         entry = tier.store.publish(partial, metadata, others, sync=config.fsync == "fsync")
@@ -520,8 +520,8 @@ def evict_outdated(directories: Directories, key: str, outdated: frozenset[str])
     Other ranks and jobs keep theirs, marked so that they are not linked.
     """
     for tier in directories.tiers if outdated else ():
-        found = [(s, e) for s in tier.stores() for e in s.entries_of(key) if e.version in outdated]
-        for store, entry in found:
+        old = [(s, e) for s in tier.stores() for e in s.entries_of(key) if e.version in outdated]
+        for store, entry in old:
             if store is not tier.store:
                 entry.mark(OUTDATED)
             elif store.evict(entry):

@@ -134,8 +134,8 @@ def url_parser(config: Config) -> Callable[[str], ShardURL]:
                 "To cache its output, set allow_schemes=['pipe'] in code, or "
                 "SHARDCACHE_ALLOW_SCHEMES=pipe, if you trust the authors of all shard lists."
             ) from None
-        own = _authority(with_options(config, options)) if options else endpoint
-        return dataclasses.replace(parse(target, endpoint=own), options=options)
+        command_endpoint = _authority(with_options(config, options)) if options else endpoint
+        return dataclasses.replace(parse(target, endpoint=command_endpoint), options=options)
 
     return parse_any
 
@@ -153,11 +153,11 @@ def s3_endpoint(options: Mapping[str, Any]) -> str | None:
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "")
     # A file with `ignore_configured_endpoint_urls` also contains this word.
     if b"endpoint_url" in aws_files().lower():
-        own, _, services = _read_profile(options.get("profile")) or ({}, {}, {})
-        ignored = str(ignored or own.get("ignore_configured_endpoint_urls"))
+        profile, _, services = _read_profile(options.get("profile")) or ({}, {}, {})
+        ignored = str(ignored or profile.get("ignore_configured_endpoint_urls"))
         with contextlib.suppress(AttributeError):  # the section of S3 is broken
-            near = services.get(own.get("services", ""), {}).get("s3", {}).get("endpoint_url")
-            named = named or near or own.get("endpoint_url")
+            near = services.get(profile.get("services", ""), {}).get("s3", {}).get("endpoint_url")
+            named = named or near or profile.get("endpoint_url")
     return None if ignored.lower() == "true" else named or None
 
 
@@ -274,9 +274,9 @@ def written_keys(options: Mapping[str, Any]) -> Keys | None:
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     if (profiles := _read_profile(profile)) is None:
         return None
-    own, written, _ = profiles
-    is_missing = not own and (profile is not None or "AWS_PROFILE" in env)
-    if env.keys() - _VARIABLES or own.keys() - _OPTIONS or is_missing:
+    settings, written, _ = profiles
+    is_missing = not settings and (profile is not None or "AWS_PROFILE" in env)
+    if env.keys() - _VARIABLES or settings.keys() - _OPTIONS or is_missing:
         return None
     if options.get("anon"):
         return Keys("", "")

@@ -531,7 +531,7 @@ class Transport:
         return None
 
     def is_connected(self, url: str) -> bool:
-        return any(url.startswith(f"{each.server}/") for each in self._open.copy())
+        return any(url.startswith(f"{connection.server}/") for connection in self._open.copy())
 
     def close_idle(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open, now and whenever one gets idle.

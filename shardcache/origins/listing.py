@@ -19,7 +19,7 @@ from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import ignoring
 from shardcache.origins.resolve import Origins
-from shardcache.origins.retry import RetryPolicy
+from shardcache.origins.retry import RetryLimits
 from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, find_scheme, parse_url, shown_url
 
 logger = logging.getLogger(__name__)
@@ -82,22 +82,22 @@ def expand_braces(spec: str) -> Iterator[str]:
         yield from urls
 
 
-def _variable(found: re.Match[str]) -> str:
-    value = os.environ.get(name := f"WDS_{found[1]}")
+def _variable(match: re.Match[str]) -> str:
+    value = os.environ.get(name := f"WDS_{match[1]}")
     if re.search(CREDENTIAL, name):
         return f"${name}"  # only the header of a command (`read_command`) may contain the value
     if value is None:
-        raise ConfigError(f"{found[0]} in a shard specification needs {name}: set it.")
+        raise ConfigError(f"{match[0]} in a shard specification needs {name}: set it.")
     return value
 
 
 def spec_list(specs: str | ShardURL | Iterable[str | ShardURL]) -> list[str | ShardURL]:
     """Return one shard specification, or several, as a list. Raises ConfigError for other types."""
-    found = [specs] if isinstance(specs, str | ShardURL) else specs
-    found = list(found) if isinstance(found, Iterable) else [found]
-    if wrong := [spec for spec in found if not isinstance(spec, str | ShardURL)]:
+    listed = [specs] if isinstance(specs, str | ShardURL) else specs
+    listed = list(listed) if isinstance(listed, Iterable) else [listed]
+    if wrong := [spec for spec in listed if not isinstance(spec, str | ShardURL)]:
         raise ConfigError(f"shards are a URL or a list of URLs, not {type(wrong[0]).__name__}.")
-    return found
+    return listed
 
 
 class Selection:
@@ -164,7 +164,7 @@ class Listing:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._policy = RetryPolicy(config.attempts, config.deadline, config.patience)
+        self._retry_limits = RetryLimits(config.attempts, config.deadline, config.patience)
         self._origins = Origins(config.replace(timeout=min(config.timeout, _TIMEOUT)))
         self._sizes: dict[str, int] = {}  # by canonical URL
 
@@ -216,7 +216,7 @@ class Listing:
         """Yield the names of the files in a directory, page by page, and remember their sizes."""
         origin, token, tokens = self._origins.of(directory), "", set[str]()
         while True:
-            retries = self._policy.started(str(directory), once=once)
+            retries = self._retry_limits.started(str(directory), once=once)
             page = partial(origin.list_page, directory, prefix, token, deep=deep)
             try:
                 sizes, token = retries.call(page, sleep=clock.sleep)
@@ -277,11 +277,11 @@ class Listing:
 
 def _split(pattern: str) -> tuple[str, Callable[[str], bool], bool]:
     """Return a pattern's literal prefix, a test of the rest, and whether `/` may be in the rest."""
-    found = _WILDCARD.search(pattern)
-    if found is None:
+    wildcard = _WILDCARD.search(pattern)
+    if wildcard is None:
         is_prefix = pattern.endswith("/")
         return pattern, lambda rest: bool(SHARD.search(rest) if is_prefix else not rest), is_prefix
-    root, glob = pattern[: found.start()], pattern[found.start() :]
+    root, glob = pattern[: wildcard.start()], pattern[wildcard.start() :]
     if shards_only := glob.endswith("/"):
         glob += "**"
     pieces = re.split(r"(\*\*/?|\*|\?)", glob)

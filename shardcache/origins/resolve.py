@@ -77,8 +77,8 @@ class Origins:
         kind = needs_s3fs(shard.bucket_and_key()[0], {}) if shard.scheme == "s3" else ""
         key = shard.scheme, shard.options, kind
         if key not in self._made:
-            own = shard.options
-            config = with_options(self._config, own) if own else self._config
+            options = shard.options
+            config = with_options(self._config, options) if options else self._config
             made = _make(shard, config.scheme_options(shard.scheme), config.timeout)
             self._made.setdefault(key, made)  # another thread may have been faster
         return self._made[key]
@@ -88,9 +88,14 @@ class Origins:
 
     def close_idle(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open; return how many are open."""
-        count, origins = 0, [*self._made.values(), *(each.origin for each in self._upstreams)]
+        count, origins = (
+            0,
+            [*self._made.values(), *(upstream.origin for upstream in self._upstreams)],
+        )
         transports = [origin.transport for origin in origins if origin.transport is not None]
-        for transport in sorted(transports, key=lambda each: -each.used):  # the last one keeps most
+        for transport in sorted(
+            transports, key=lambda upstream: -upstream.used
+        ):  # the last one keeps most
             count += transport.close_idle(max(0, most - count))
         return count
 
@@ -191,8 +196,8 @@ class _Upstream:
 
     def _parse(self, name: str) -> ShardURL:
         base, endpoint = self.config.url.rstrip("/"), self.config.endpoint_url
-        own = base.partition(":")[0].lower()
-        return parse_url(f"{base}/{name}", endpoint=endpoint, allow_schemes={own})
+        scheme = base.partition(":")[0].lower()
+        return parse_url(f"{base}/{name}", endpoint=endpoint, allow_schemes={scheme})
 
     def _look(self, copy: ShardURL) -> tuple[ObjectInfo | None, bytes]:
         """Return the version of a copy, None without one, and its sidecar, empty without one."""
@@ -262,9 +267,9 @@ class _Upstream:
 
         A sidecar without data is no copy, but data without its own sidecar would count as one.
         """
-        (copied, found), record = self._look(copy), dict[str, Any]()
+        (copied, found_sidecar), record = self._look(copy), dict[str, Any]()
         with contextlib.suppress(TypeError, ValueError, RecursionError):
-            record = dict(json.loads(found))
+            record = dict(json.loads(found_sidecar))
         if copied is not None and record.get("digest") == stated["digest"]:
             return
         is_link = self._scheme == "file" and copy.local_path.is_symlink()

@@ -66,7 +66,7 @@ _ANNOUNCE_EVERY = 60.0
 
 
 @dataclass(eq=False, repr=False)
-class RetryPolicy:
+class RetryLimits:
     """How often and for how long a process retries."""
 
     attempts: int  #: failures in a row, without progress in between, that end a download
@@ -98,7 +98,7 @@ class RetryPolicy:
 class Retries:
     """The retries of one shard's download, which all its connections share."""
 
-    _policy: RetryPolicy
+    _limits: RetryLimits
     _url: str
     _pace: Pace
     _most: int  # attempts in a row
@@ -111,7 +111,7 @@ class Retries:
         if self._is_late(0):
             raise TransferTimeoutError(
                 f"{self._url} was not downloaded within the deadline of "
-                f"{self._policy.deadline:g} s. Raise deadline, or run again to continue.",
+                f"{self._limits.deadline:g} s. Raise deadline, or run again to continue.",
                 url=self._url,
             )
 
@@ -201,10 +201,10 @@ class Retries:
         late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
         if not late and is_patient:
-            ended = f"for {format_duration(self._policy.patience)}, the limit set by patience"
+            ended = f"for {format_duration(self._limits.patience)}, the limit set by patience"
             advice = "Try again later, or raise patience"
         elif failures < self._most:
-            late, ended = True, f"the deadline of {self._policy.deadline:g} s has passed"
+            late, ended = True, f"the deadline of {self._limits.deadline:g} s has passed"
         kind = TransferTimeoutError if late or exn.timed_out else TransferError
         return kind(
             f"{self._url} could not be downloaded: {redact(str(exn))} ({ended}). {advice}.",
@@ -231,7 +231,7 @@ def _remedied(function: Callable[[], T]) -> T:
 
 def try_once(url: str, function: Callable[[], T]) -> T:
     """Call ``function`` without retries after a failure, and without patience."""
-    retries = RetryPolicy(1, None, 0).started(url, once=True)
+    retries = RetryLimits(1, None, 0).started(url, once=True)
     return retries.call(function, sleep=clock.sleep)
 
 

@@ -162,8 +162,8 @@ def make_plan(
     if refresh and compared:
         process.prepare()
     compare = partial(_compare, process, sources)
-    found = threads.each(compare, compared, _REQUESTS, "shardcache-compare")
-    pairs = [(compared[number].key, result) for number, result in found]
+    compared_versions = threads.each(compare, compared, _REQUESTS, "shardcache-compare")
+    pairs = [(compared[number].key, result) for number, result in compared_versions]
     errors = {key: result for key, result in pairs if isinstance(result, Exception)}
     outdated = {key: old for key, old in pairs if old and not isinstance(old, Exception)}
     current = (e for e in entries if e.key in wanted and e.version not in outdated.get(e.key, ()))
@@ -264,13 +264,13 @@ def _outdated_versions(process: ProcessCache, shard: ShardURL) -> frozenset[str]
         # the entry is damaged, which its next open will discover.
         return frozenset()
     if len(old) < len(entries):
-        own = tuple(f"{tier.store.layout.base}/objects/" for tier in process.tiers)
-        old = [entry for entry in old if entry.directory.startswith(own)]
+        own_namespaces = tuple(f"{tier.store.layout.base}/objects/" for tier in process.tiers)
+        old = [entry for entry in old if entry.directory.startswith(own_namespaces)]
     return frozenset(entry.version for entry in old)
 
 
 def _latest(process: ProcessCache, shard: ShardURL) -> ObjectInfo:
-    origin, retries = process.origins.of(shard), process.resources.policy.started(str(shard))
+    origin, retries = process.origins.of(shard), process.resources.retry_limits.started(str(shard))
     return retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
 
 

@@ -125,22 +125,22 @@ def prewarm_nodes(
         try:
             while running and not stop.is_set():
                 ended, running = ray.wait(running, num_returns=len(running), timeout=_TICK)
-                for each in ended:
+                for result in ended:
                     try:
-                        reports[each] = ray.get(each)
+                        reports[result] = ray.get(result)
                     except ray.exceptions.RayError as exn:
-                        report = reports[each]
+                        report = reports[result]
                         error = _lost(ray, nodes[report.number]["NodeID"], exn)
-                        reports[each] = replace(report, error=error, interrupted=False)
+                        reports[result] = replace(report, error=error, interrupted=False)
                 on_progress(len(reports) - len(running), len(reports))
         finally:
-            for each in running:
-                ray.cancel(each)
+            for result in running:
+                ray.cancel(result)
         if running:
             ended, _ = ray.wait(running, num_returns=len(running), timeout=_CANCEL_TIMEOUT)
-            for each in ended:
+            for result in ended:
                 with suppress(ray.exceptions.RayError):  # it was cancelled
-                    reports[each] = ray.get(each)
+                    reports[result] = ray.get(result)
     return tuple(reports.values())
 
 

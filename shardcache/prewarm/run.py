@@ -400,9 +400,9 @@ class Pool:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._helpers.clear()  # children of the owner
         self.stop, records = threading.Event(), SimpleQueue[logging.LogRecord]()
-        for name, each in logging.root.manager.loggerDict.items():
-            if name.startswith("shardcache") and isinstance(each, logging.Logger):
-                each.handlers[:], each.propagate = [], True
+        for name, other in logging.root.manager.loggerDict.items():
+            if name.startswith("shardcache") and isinstance(other, logging.Logger):
+                other.handlers[:], other.propagate = [], True
         library = logging.getLogger("shardcache")
         library.handlers[:], library.propagate = [QueueHandler(records)], False
 

@@ -255,9 +255,9 @@ class OriginReader:
     def _use_next_source(self) -> None:
         self._origin = origin = next(self._sources)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
-        before, policy = vars(self).get("_retries"), self._cache.resources.policy
+        before, limits = vars(self).get("_retries"), self._cache.resources.retry_limits
         once = bool(origin.upstream)
-        self._retries = policy.started(str(self._shard), before=before, once=once)
+        self._retries = limits.started(str(self._shard), before=before, once=once)
         self._received = 0  # bytes of `_body`
         self._has_failed = False  # whether the last attempt failed
         if self._version is None:

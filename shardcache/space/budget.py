@@ -277,8 +277,8 @@ class Space:
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
         for least in (_SAMPLE,) if sample_only else (_SAMPLE, math.inf):
-            for bin, (found, size) in listing:
-                entries += found
+            for bin, (more, size) in listing:
+                entries += more
                 listed += size
                 usage.listed_to(bin)
                 if len(entries) >= least and listed >= _SHARE * over:

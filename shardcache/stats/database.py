@@ -72,13 +72,13 @@ def samples(
     With ``ever``, also return the sample that sums up everything older than 30 days. ``period`` is
     the length of the samples: `PERIOD`, or `STEP` for those of the last hour.
     """
-    found = defaultdict[tuple[int, int], Counter[str]](Counter)
+    by_period = defaultdict[tuple[int, int], Counter[str]](Counter)
     with _opened(layout, _PATIENCE) as db:
         query = "SELECT start / ? * ?, rank, name, n FROM counts WHERE start >= ? OR start = ?"
         first = max(1, int(since // period) * period)
         for start, rank, name, n in db.execute(query, (period, period, first, 0 if ever else -1)):
-            found[start, rank][name] += n
-    return [Sample(*key, counters) for key, counters in found.items()]
+            by_period[start, rank][name] += n
+    return [Sample(*key, counters) for key, counters in by_period.items()]
 
 
 def expire(layout: Layout, now: float) -> None:

@@ -206,8 +206,8 @@ class Opened:
     def equals(self, path: Path) -> bool:
         """Return whether another file has the bytes of the entry."""
         with files.open_file(path) as other:
-            own, others = self.file.fileno(), other.fileno()
-            return os.path.sameopenfile(own, others) or file_digest(own) == file_digest(others)
+            fd, other_fd = self.file.fileno(), other.fileno()
+            return os.path.sameopenfile(fd, other_fd) or file_digest(fd) == file_digest(other_fd)
 
     def close(self) -> None:
         """Close the file, so that the entry may be evicted."""

@@ -219,9 +219,9 @@ class Partial:
                 if free is None:
                     free = files.is_idle(path, layout.grace or files.IDLE_GRACE)
                 status = os.fstat(file.fileno())
-                own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+                is_own = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
                 # If a sweep removed the partial between open and flock, its name is gone.
-                if not (free and files.is_file(path / basename, file.fileno()) and own):
+                if not (free and files.is_file(path / basename, file.fileno()) and is_own):
                     return None
                 path.rename(claimed)  # succeeds for only one of several processes
                 data = files.read_file(claimed / PROGRESS, _MAX_JOURNAL)

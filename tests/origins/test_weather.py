@@ -18,7 +18,7 @@ import pytest
 from shardcache import AccessDeniedError, Cache, ShardNotFoundError, TransferError
 from shardcache.origins import retry, s3
 from shardcache.origins.base import TransientError
-from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, Pace, RetryPolicy
+from shardcache.origins.retry import BASE, CAP, RETRY_AFTER_CAP, Pace, RetryLimits
 from tests.support.caches import warnings
 from tests.support.fakes import FakeClock
 from tests.support.storetools import PATIENCE, forked
@@ -567,7 +567,7 @@ def test_pauses_are_random_and_grow_beyond_retry_after(retry_after, monkeypatch)
             raise TransientError("503 SlowDown", retry_after=retry_after)
 
         with pytest.raises(TransferError, match="10 attempts failed"):
-            RetryPolicy(10, None, 0).started("s3://lab/a.tar").call(fail, sleep=naps.append)
+            RetryLimits(10, None, 0).started("s3://lab/a.tar").call(fail, sleep=naps.append)
     least = min(retry_after or 0, RETRY_AFTER_CAP)
     for number, spread in enumerate(zip(*runs, strict=True)):
         longest = min(CAP, BASE * 2**number)

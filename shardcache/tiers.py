@@ -31,7 +31,7 @@ from shardcache.locks.sessions import Session, live_sessions
 from shardcache.notices import Notices
 from shardcache.ranks import Ranks, safe_name
 from shardcache.space.budget import Space
-from shardcache.space.eviction import SKEW
+from shardcache.space.eviction import POLICIES, SKEW
 from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
@@ -67,10 +67,9 @@ class Tier:
     space: Space = field(init=False)  #: the budget of the directory
     made: tuple[int, int] | None = None  #: `identity` after `make`; None if the tier failed
     _session: Session | None = None
-    _keeps_used: bool = True  # whether the policy may keep shards that running jobs have used
 
     def __post_init__(self) -> None:
-        manifest = None
+        self._policy, manifest = POLICIES[self.config.policy], None
         with ignoring(OSError):  # `check` and `make` try again
             manifest = read_manifest(self.config.dir)
         self._locate(manifest)
@@ -163,12 +162,12 @@ class Tier:
 
     def limited(self, config: Config) -> Space:
         home = Layout.of_root(self._home)
-        return Space(self.node, self.stores, config, self._counters, home, self._keeps_used)
+        return Space(self.node, self.stores, config, self._policy, self._counters, home)
 
     def stop_keeping_used(self) -> None:
         """From now on, let shards be evicted that running jobs have used."""
-        if self._keeps_used:
-            self._keeps_used = False
+        if self._policy.keeps_used:
+            self._policy = self._policy._replace(keeps_used=False)
             self.space = self.limited(self.config)
 
     def owns(self, directory: str) -> bool:

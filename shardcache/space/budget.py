@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
 from shardcache.space import eviction
-from shardcache.space.eviction import POLICIES, CleanReport, Limits, Policy, Removal
+from shardcache.space.eviction import CleanReport, Limits, Policy, Removal
 from shardcache.space.memory import Volume, allocation, ram_disk
 from shardcache.stats import database
 from shardcache.stats.counters import Counters
@@ -124,13 +125,11 @@ class Space:
     node: Layout  #: has the budget lock, and the file ``usage``
     stores: Callable[[], Sequence[Store]]  #: returns all namespaces of the directory
     _config: Config
+    policy: Policy
     _counters: Counters
     _home: Layout  # whose pins hold here, too
-    _keeps_used: bool = True  # whether the policy may keep shards that running jobs have used
 
     def __post_init__(self) -> None:
-        policy = POLICIES[self._config.policy]
-        self.policy = policy._replace(keeps_used=policy.keeps_used and self._keeps_used)
         self._threads = threading.Lock()  # lets one thread at a time poll the budget lock
         self._stuck: Holder | None = None  # had the budget lock for a minute when last seen
 
@@ -229,12 +228,11 @@ class Space:
             is_old = not 0 <= clock.monotonic() - usage.listed < _CORRECTED
             if is_old and (policy is None or limits.excess(usage.total + need) <= 0):
                 self._choose(usage, Limits(), self.policy, sample_only=True)  # corrects `usage`
-            freed, least = 0, 2 * max(1, room)
+            # If limits were lowered or the disk was filled, the next admissions evict the rest, so
+            # that none waits for long.
+            freed, most = 0, 2 * max(1, room)
             for attempt in range(_PLANS):
-                over = limits.excess(usage.total + need)
-                # If limits were lowered or the disk was filled, the next admissions evict the rest,
-                # so that none waits for long.
-                if over <= 0 or freed >= least:
+                if limits.excess(usage.total + need) <= 0 or freed >= most:
                     usage.add(bin, need)
                     return
                 if policy is None:
@@ -243,16 +241,15 @@ class Space:
                 if missing and is_recent:
                     raise self._no_room(str(shard), missing)
                 if attempt or not self._sweep(usage):  # leftovers of dead processes go first
-                    goal = limits._replace(later=max(0, over - least))
                     # After a minute, a sample decides whether a refusal still holds.
-                    planned = self._choose(usage, goal, policy, need, sample_only=bool(missing))
-                    if planned.missing:
+                    plan = self._choose(usage, limits, policy, need, most, sample_only=missing > 0)
+                    if plan.missing:
                         # Otherwise, entries stay because of readers, which may end at any moment.
                         if policy.keeps_used:
-                            most = usage.total + need - planned.missing
-                            self._record(self.node.refusal, clock.monotonic(), most)
-                        raise self._no_room(str(shard), planned.missing)
-                    freed += self._evict(usage, planned)  # not all, if a process now reads one
+                            held = usage.total + need - plan.missing
+                            self._record(self.node.refusal, clock.monotonic(), held)
+                        raise self._no_room(str(shard), plan.missing)
+                    freed += self._evict(usage, plan)  # not all, if a process now reads one
                 self._count(usage)
                 limits = self.limits(need)
             raise self._no_room(str(shard))
@@ -263,16 +260,17 @@ class Space:
         limits: Limits,
         policy: Policy,
         need: int = 0,
+        most: int = sys.maxsize,
         *,
         sample_only: bool = False,
         extra: int = 0,
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do. If
-        possible, ``extra`` entries are evicted in addition.
+        Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do. Not
+        much more than ``most`` bytes are evicted, and ``extra`` entries in addition, if possible.
         """
-        over = limits.excess(usage.total + need)
+        over = min(most, limits.excess(usage.total + need))
         order = [(usage.next + n) % _BINS for n in range(_BINS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
@@ -284,9 +282,9 @@ class Space:
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
-            limits = limits._replace(spare=max(spare, extra * listed // max(1, len(entries))))
+            spare = max(spare, extra * listed // max(1, len(entries)))
             reserved = usage.total - listed + need
-            planned = self.plan(entries, limits, policy, reserved=reserved)
+            planned = self.plan(entries, limits, policy, reserved=reserved, most=most, spare=spare)
             if not planned.missing:
                 break
         return planned
@@ -424,9 +422,10 @@ class Space:
         limits: Limits,
         policy: Policy,
         *,
-        reserved: int = 0,
         in_use: Callable[[Entry], bool] | None = None,
+        **goal: int,
     ) -> CleanReport:
+        """Plan with the pins and sessions of now; ``goal`` as for `eviction.plan`."""
         keys, now = {entry.key for entry in entries}, clock.time()
         pins = eviction.pinned((self.node, self._home), now, keys)
         return eviction.plan(
@@ -436,9 +435,9 @@ class Space:
             now,
             since=policy.kept_since(self.node, now),
             pinned=pins,
-            reserved=reserved,
             in_use=in_use or self.stores()[0].in_use,
             allocated=self.allocated,
+            **goal,
         )
 
     def _sweep(self, usage: _Usage) -> int:

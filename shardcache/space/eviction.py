@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,13 +60,11 @@ class Limits(NamedTuple):
     free_needed: int = 0  #: bytes to remove so that the filesystem keeps min_free
     max_age: float | None = None  #: seconds since the last use
     everything: bool = False  #: remove all entries that are not pinned or in use
-    spare: int = 0  #: bytes to remove in addition, if `max_size` or `free_needed` requires removals
-    later: int = 0  #: bytes that the two require, and that are left to later evictions
 
     def excess(self, total: int) -> int:
         """Return the bytes to remove, if above 0, from a cache with ``total`` bytes on disk."""
         over = 0 if self.max_size is None else total - self.max_size
-        return max(over, self.free_needed) - self.later
+        return max(over, self.free_needed)
 
 
 #: The entries that are hard links to one file: the same version of a shard in several namespaces.
@@ -222,21 +221,25 @@ def plan(
     *,
     since: float = math.inf,
     pinned: Collection[str] = (),
-    reserved: int = 0,
     in_use: Callable[[Entry], bool] = lambda entry: False,
     allocated: Callable[[int], int] = lambda size: size,
+    reserved: int = 0,
+    most: int = sys.maxsize,
+    spare: int = 0,
 ) -> CleanReport:
     """Choose the shards to evict, replaced versions first; return the report of a dry run.
 
-    Shards used ``since`` a timestamp stay, and those whose keys are ``pinned``. ``reserved`` are
-    the bytes on disk of the shards in flight and of the shard that needs room. ``allocated``
-    computes the bytes on disk of a shard from its size.
+    Shards used ``since`` a timestamp stay, and those whose keys are ``pinned``. ``allocated``
+    computes the bytes on disk of a shard from its size. ``reserved`` are the bytes on disk of the
+    shards in flight and of the shard that needs room. Of the bytes that `max_size` and
+    `free_needed` require, at most about ``most`` are removed now, and ``spare`` more.
     """
     files = group_links(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
-    needed = limits.excess(total + reserved)
-    left = needed + limits.spare if needed > 0 else 0
-    stricter = Reason.MAX_SIZE if needed > limits.free_needed - limits.later else Reason.MIN_FREE
+    excess = limits.excess(total + reserved)
+    needed = min(excess, most)
+    left = needed + spare if needed > 0 else 0
+    stricter = Reason.MAX_SIZE if excess > limits.free_needed else Reason.MIN_FREE
     # Evict older versions of a shard before its newest one. If the newest one were evicted first,
     # readers would get an older version again.
     versions = Counter(links[0].key for links in files)

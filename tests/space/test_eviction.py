@@ -29,8 +29,6 @@ limits_ = st.builds(
     free_needed=st.integers(0, 300),
     max_age=st.none() | st.sampled_from([0.0, 500.0, 6000.0]),
     everything=st.booleans(),
-    spare=st.just(0),
-    later=st.just(0),
 )
 
 

@@ -35,7 +35,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, open_first
 from shardcache.threads import lazy, no_fork
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL, advise_brackets, find_scheme, unexpanded
+from shardcache.urls import ShardURL, advise_brackets, find_scheme, refuse_in_place, unexpanded
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -519,7 +519,7 @@ class Cache:
         """
         shards = self.select(specs)
         for shard in shards:
-            self.process.refuse_in_place(shard)
+            refuse_in_place(shard, self.config.cache_local)
         until = None if seconds is None else clock.time() + parse_duration(seconds)
         for tier in reversed(self.process.tiers):  # those in ``dir`` hold in all tiers
             with self.process.tolerating(tier):
@@ -556,7 +556,7 @@ class Cache:
         root.require_cache(self.dir)
         shards, freed, stay = self.select(specs), 0, 0
         for shard in shards:
-            self.process.refuse_in_place(shard)
+            refuse_in_place(shard, self.config.cache_local)
         for tier in self.process.present:
             stores, space = tier.stores(), tier.space
             entries = [e for store in stores for s in shards for e in store.entries_of(s.key)]

@@ -35,7 +35,7 @@ from shardcache.stats.database import Sample
 from shardcache.store.directory import DamagedError, data_lock
 from shardcache.store.entry import Entry, Opened, Store
 from shardcache.store.root import UnusableError, unusable
-from shardcache.urls import ShardURL, advise_scheme
+from shardcache.urls import ShardURL, refuse_in_place
 
 if TYPE_CHECKING:
     from shardcache.tiers import Directories, Tier
@@ -261,7 +261,7 @@ class ProcessCache:
         This does not count as an open. Raises the errors of `Cache.open` with ``strict``.
         """
         shard, opened = download.shard, None
-        self.refuse_in_place(shard)
+        refuse_in_place(shard, self.config.cache_local)
         while opened is None:
             if (opened := self.lookup(shard, download.outdated, insist=True)) is not None:
                 download.note_outcome(opened, "hit")
@@ -467,15 +467,6 @@ class ProcessCache:
     def is_in_place(self, shard: ShardURL) -> bool:
         """Whether a shard is a local file that is read in place and not cached."""
         return shard.is_local and not self.config.cache_local
-
-    def refuse_in_place(self, shard: ShardURL) -> None:
-        """Raise ConfigError for a shard that is read in place."""
-        if self.is_in_place(shard):
-            raise ConfigError(
-                f"{shard.local_path} is opened where it is and not cached. "
-                f"{advise_scheme(shard, 'Set cache_local if it lies on a slow mount.')}",
-                url=str(shard),
-            )
 
     # -- ending ------------------------------------------------------------------
 

@@ -226,6 +226,17 @@ def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
     return f"If it is an object, write s3://{name}."
 
 
+def refuse_in_place(shard: ShardURL, cache_local: bool) -> None:
+    """Raise ConfigError for a local file, unless the option ``cache_local`` is set."""
+    if shard.is_local and not cache_local:
+        advice = "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts."
+        raise ConfigError(
+            f"{shard.local_path} is a local file, which is read in place and not cached. "
+            f"{advise_scheme(shard, advice)}",
+            url=str(shard),
+        )
+
+
 def advise_brackets(text: str) -> str:
     """Return advice for a name that nothing has: brackets are a pattern in shells, but not here."""
     return " Brackets are no pattern: write {a,b} or {0..9}." if re.search(r"\[.+\]", text) else ""

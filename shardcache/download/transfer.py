@@ -153,8 +153,6 @@ class Transfer:
         self._first: Body | None = None  # the first response
         self._is_whole = False  # whether the first request asked for the whole object
         self._is_proven = True  # by the origin's responses: no bytes are missing
-        # Whether the origin has stated the checksum, if it ever does.
-        self._knows_checksum = not origin.states_checksums
         self._error: BaseException | None = None  # the first error, which ends all threads
         self._responses: set[Body] = set()  # the responses that threads are receiving
         self._checksum_thread: threading.Thread | None = None
@@ -171,7 +169,6 @@ class Transfer:
         self._is_whole = whole
         self._first = self.retries.call(self._request_first, sleep=self._download.sleep)
         info = self._first.info
-        self._knows_checksum |= self._is_whole  # S3 states the checksum of a whole object
         self._is_proven = self._first.proven or self._first.stop is not None
         self._resources.learn_size(self._shard, info.size)
         self._download.check()
@@ -188,7 +185,8 @@ class Transfer:
         lead = self._queue_parts()
         try:
             self._download.check()  # `_fail` is not called for an earlier `cancel`
-            if not self._knows_checksum:
+            # The response to a request for a whole object states the checksum.
+            if self._origin.states_checksums and not self._is_whole:
                 # Not a helper, which would first need a connection.
                 with contextlib.suppress(threads.NoThreadError):  # then without checksum
                     self._checksum_thread = threads.start(

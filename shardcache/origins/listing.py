@@ -20,7 +20,7 @@ from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, S
 from shardcache.faults import ignoring
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryLimits
-from shardcache.urls import CREDENTIAL, ShardURL, advise_scheme, find_scheme, parse_url, shown_url
+from shardcache.urls import CREDENTIAL, ShardURL, find_scheme, parse_url, refuse_in_place, shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -148,17 +148,6 @@ def _test(pattern: str, parse: Callable[[str], ShardURL]) -> Callable[[str], boo
     return matches
 
 
-def refuse_local(shard: ShardURL, config: Config) -> None:
-    """Raise ConfigError for a local path, unless the option ``cache_local`` is set."""
-    if shard.is_local and not config.cache_local:
-        advice = "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts."
-        raise ConfigError(
-            f"{shard.local_path} is a local path, and local files are read in place. "
-            f"{advise_scheme(shard, advice)}",
-            url=str(shard),
-        )
-
-
 class Listing:
     """Lists the origins of one configuration. Not thread-safe, and not to be used after a fork."""
 
@@ -193,7 +182,7 @@ class Listing:
         file = parse_url(f"{base}{slash}x", allow_schemes=schemes)
         directory = replace(file, raw=base + slash or "./", canonical=str(file)[:-1], key="")
         if deep:
-            refuse_local(directory, self._config)  # instead of listing a whole disk
+            refuse_in_place(directory, self._config.cache_local)  # instead of listing a whole disk
         pages = self._pages(directory, rest, deep)
         # A folder may be an object of its own, whose name in it is empty.
         names = [name for page in pages for name in page if name and not name.endswith("/")]

@@ -23,7 +23,7 @@ from shardcache.errors import ConfigError, FetchCancelledError, ShardCacheError,
 from shardcache.faults import system_error
 from shardcache.files import existing, open_file
 from shardcache.origins.base import ObjectInfo
-from shardcache.origins.listing import Listing, is_pattern, refuse_local, spec_list
+from shardcache.origins.listing import Listing, is_pattern, spec_list
 from shardcache.prewarm.results import Finished, Outcome, PrewarmPlan, ShardResult, Started, is_full
 from shardcache.process import ProcessCache
 from shardcache.ranks import whole_number
@@ -35,7 +35,7 @@ from shardcache.store.entry import Entry
 from shardcache.store.partial import InFlight, read_journal
 from shardcache.store.root import check_usable, is_read_only
 from shardcache.tiers import Tier
-from shardcache.urls import ShardURL, parse_listed
+from shardcache.urls import ShardURL, parse_listed, refuse_in_place
 
 if TYPE_CHECKING:
     from shardcache.cache import Cache, PrewarmOptions
@@ -133,7 +133,7 @@ def wanted_shards(
         shards += map(parse, listing.expand(spec))
     by_key: dict[str, ShardURL] = {}
     for shard in shards if share is None else share.of(shards):
-        refuse_local(shard, cache.config)
+        refuse_in_place(shard, cache.config.cache_local)
         by_key.setdefault(shard.key, shard)
     return tuple(by_key.values())
 

@@ -8,7 +8,6 @@ queue. If a helper dies, the owner downloads the shards that the helper had take
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -50,7 +49,7 @@ from shardcache.prewarm.results import (
     is_full,
 )
 from shardcache.store.digest import BLOCK
-from shardcache.store.root import is_read_only, make_root, unusable
+from shardcache.store.root import is_read_only, make_root, not_writable, unusable
 from shardcache.units import format_bytes
 from shardcache.urls import ShardURL, server_of
 
@@ -196,9 +195,7 @@ def _make_directory(cache: Cache) -> None:
     try:
         make_root(cache.config)
         if is_read_only(cache.dir):
-            is_frozen = os.statvfs(cache.dir).f_flag & os.ST_RDONLY
-            number = errno.EROFS if is_frozen else errno.EACCES
-            raise OSError(number, os.strerror(number))
+            raise not_writable(cache.dir)
     except system_error() as exn:
         if is_full(exn) or isinstance(exn, ShardCacheError):
             raise

@@ -95,9 +95,13 @@ def check_usable(config: Config) -> None:
     except system_error() as exn:
         raise unusable(root, exn) from exn
     if not (is_cache(root) or os.access(path, os.W_OK | os.X_OK)):
-        is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
-        number = errno.EROFS if is_frozen else errno.EACCES
-        raise unusable(root, OSError(number, os.strerror(number), str(path)))
+        raise unusable(root, not_writable(path))
+
+
+def not_writable(path: Path) -> OSError:
+    """Return the error of a directory that this process cannot write to."""
+    number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+    return OSError(number, os.strerror(number), str(path))
 
 
 class UnusableError(ConfigError):

@@ -136,7 +136,7 @@ def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket, s3, tm
     assert run.out("rm", "-y", *warm[:2]).startswith("removed 2 shards, ")
     assert f"error: {warm[0]} is not cached" in run.err("rm", "-y", warm[0], warm[2])
     (file := tmp_path / "here.tar").touch()
-    assert "is opened where it is and not cached" in run.err("rm", "-y", str(file), code=2)
+    assert "is read in place and not cached" in run.err("rm", "-y", str(file), code=2)
     for code, line in enumerate(("path lab/train.tar", "rm -y s3//lab/train.tar"), 1):
         advice = "If it is an object, write s3://lab/train.tar."
         assert advice in run.err(*line.split(), code=code)

@@ -18,7 +18,6 @@ import mmap
 import sys
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from shardcache import clock, threads
 from shardcache.archive import may_end_early
@@ -129,24 +128,16 @@ class _Part:
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
 
-    If another process waits for this one, it watches the ``record`` of the key's lock. The retries
-    ``before`` are those of the previous attempt, if any, whose deadline still holds.
+    The ``retries`` are those of the download.
     """
 
     def __init__(
-        self,
-        resources: Resources,
-        download: Download,
-        origin: Origin,
-        record: Path | None,
-        before: Retries | None,
+        self, resources: Resources, download: Download, origin: Origin, retries: Retries
     ) -> None:
         self.may_end_early = False  #: whether an archive may have an end marker amid its members
         self._resources, self._download, self._origin = resources, download, origin
         self._shard = download.shard
-        # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
-        started, once = resources.retry_limits.started, bool(origin.upstream)
-        self.retries = started(str(self._shard), record, before, once=once)
+        self._retries = retries
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
         self._partial: Partial  # from `receive`, as is `_info`
         self._info: ObjectInfo
@@ -167,7 +158,7 @@ class Transfer:
         UnprovenError if nothing would show that all bytes came.
         """
         self._is_whole = whole
-        self._first = self.retries.call(self._request_first, sleep=self._download.sleep)
+        self._first = self._retries.call(self._request_first, sleep=self._download.sleep)
         info = self._first.info
         self._is_proven = self._first.proven or self._first.stop is not None
         self._resources.learn_size(self._shard, info.size)
@@ -208,7 +199,7 @@ class Transfer:
     def finish(self) -> Metadata:
         """Wait for the helpers, check the shard, and return its metadata, or raise the error."""
         self._resources.connections.end(self._queue)
-        end = min(clock.monotonic() + _LAST_RESPONSE, self.retries.end or math.inf)
+        end = min(clock.monotonic() + _LAST_RESPONSE, self._retries.end or math.inf)
         thread = self._checksum_thread
         while thread and thread.is_alive() and not self._error and clock.monotonic() < end:
             thread.join(0.1)
@@ -217,7 +208,7 @@ class Transfer:
         received = self._partial
         if not (self._origin.conditional and received.confirmed):
             version = self._origin, self._shard, self._info
-            self.retries.call(lambda: compare_version(*version), sleep=self._download.sleep)
+            self._retries.call(lambda: compare_version(*version), sleep=self._download.sleep)
         size, digests = received.written, received.digests
         if len(digests) != -(-size // BLOCK) or self._info.size not in (None, size):
             raise IntegrityError(  # should be impossible; checked so that no gap is ever published
@@ -241,7 +232,7 @@ class Transfer:
         If the shard cannot be stored, a reader streams the first response.
         """
         self._fail(exn)
-        self._download.note_retries(self.retries.retries)  # also those of the first request
+        self._download.note_retries(self._retries.retries)  # also those of the first request
         if (first := self._take_first()) is not None:
             is_refused = is_local_error(exn) or isinstance(exn, (CacheFullError, UnprovenError))
             if is_refused and not self._origin.upstream:
@@ -320,7 +311,7 @@ class Transfer:
     def _receive(self, part: _Part, fd: int) -> None:
         """Receive one part with as many consecutive requests as necessary."""
         while not part.complete:
-            self.retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
+            self._retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
         if len(part.buffer) == BLOCK:
             _own.free.append(part.buffer)
         if part.position == 0 and (unused := self._take_first()) is not None:  # an empty object
@@ -338,12 +329,12 @@ class Transfer:
                 self._partial.restart()
                 part.position = part.filled = part.shown = 0
                 raise
-            if not self.retries.count_progress(part.position - before):
+            if not self._retries.count_progress(part.position - before):
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
-            if self.retries.retries:
-                self._download.note_retries(self.retries.retries)
+            if self._retries.retries:
+                self._download.note_retries(self._retries.retries)
 
     def _request(self, part: _Part) -> Body:
         """Send a request for the rest of a part, and return the response."""
@@ -406,11 +397,11 @@ class Transfer:
                     self._partial.show(part.filled)
                     part.shown = part.filled
                     self._download.note_bytes(0, self._partial)
-                if self.retries.end is not None and not part.complete:
-                    self.retries.check()
+                if self._retries.end is not None and not part.complete:
+                    self._retries.check()
                 if throttle is not None and (seconds := throttle.spend(count)):
                     self._sleep(seconds)
-                    self.retries.extend(seconds)
+                    self._retries.extend(seconds)
         finally:
             self._responses.discard(response)
             response.close()

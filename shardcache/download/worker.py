@@ -37,6 +37,7 @@ from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
 from shardcache.store.entry import Opened, is_marked, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
+from shardcache.threads import lazy
 from shardcache.tiers import Directories, Tier
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
@@ -91,11 +92,15 @@ class Worker:
     _is_for_last_tier: bool = False  # because the disk was full
     _counts: Counter[tuple[str, type]] = field(default_factory=Counter)  # by upstream and error
     _sources: Iterator[Origin] = field(init=False)  # after the current one
-    _retries: Retries | None = None  # of the last attempt
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
     _tier: Tier | None = None  # in which the last partial is, or was
     _is_anew: bool = False  # whether the next source cannot continue the partial
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
+
+    @lazy
+    def _retries(self) -> Retries:
+        """Those of all attempts; the deadline begins with the first request."""
+        return self._resources.retry_limits.started(str(self._download.shard))
 
     def run(self, prepare: Callable[[], Directories]) -> Opened:
         """Return the entry. ``prepare`` returns the directories for an attempt.
@@ -328,8 +333,10 @@ class Worker:
         source = self._source
         whole = partial is None and self._is_best_whole()
         record = None if lock is None else directories.layout.holder(shard.key)
-        transfer = Transfer(resources, download, source, record, self._retries)
-        self._retries = transfer.retries
+        # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.
+        limits, once = resources.retry_limits, bool(source.upstream)
+        self._retries.use(limits, once=once, record=record)
+        transfer = Transfer(resources, download, source, self._retries)
         try:
             with resources.connections.hold(download.check):
                 download.check()

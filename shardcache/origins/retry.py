@@ -74,37 +74,39 @@ class RetryLimits:
     patience: float  #: seconds to wait for an origin that throttles, or for credentials
     _paces: dict[str, Pace] = field(default_factory=dict)  # by bucket or web server
 
-    def started(
-        self,
-        url: str,
-        record: Path | None = None,
-        before: Retries | None = None,
-        *,
-        once: bool = False,
-    ) -> Retries:
-        """Return the retries of a download of ``url`` that starts now, or goes on after others.
-
-        With ``once``, there are none: each failure is final, also that of a server that throttles.
-        """
-        server, paces = server_of(url), self._paces
-        pace = Pace(server, 0) if once else paces.get(server)
-        pace = pace or paces.setdefault(server, Pace(server, self.patience))
+    def started(self, url: str, *, once: bool = False) -> Retries:
+        """Return the retries of a download of ``url`` that starts now; ``once`` as for `use`."""
         end = None if self.deadline is None else clock.monotonic() + self.deadline
-        end = end if before is None else before.end
-        return Retries(self, url, pace, 1 if once else self.attempts, end, record)
+        retries = Retries(url, end)
+        retries.use(self, once=once)
+        return retries
+
+    def pace(self, url: str) -> Pace:
+        """Return the pace of the bucket or web server of ``url``."""
+        server, paces = server_of(url), self._paces
+        return paces.get(server) or paces.setdefault(server, Pace(server, self.patience))
 
 
 @dataclass(eq=False, repr=False)
 class Retries:
     """The retries of one shard's download, which all its connections share."""
 
-    _limits: RetryLimits
     _url: str
-    _pace: Pace
-    _most: int  # attempts in a row
     end: float | None  #: when the deadline passes, on the monotonic clock; None without one
-    _record: Path | None  # of the lock's holder, touched while the server throttles
     retries: int = 0  #: requests that failed and were repeated so far
+    _limits: RetryLimits = field(init=False)
+    _pace: Pace = field(init=False)
+    _most: int = field(init=False)  # attempts in a row
+    _record: Path | None = None  # of the lock's holder, touched while the server throttles
+
+    def use(self, limits: RetryLimits, *, once: bool, record: Path | None = None) -> None:
+        """Begin with a source, and the limits of this process: a forked child has its own.
+
+        With ``once``, each failure is final, even that of a server that throttles. ``record`` is
+        that of the lock's holder, which other processes watch.
+        """
+        self._limits, self._record, self._most = limits, record, 1 if once else limits.attempts
+        self._pace = Pace(server_of(self._url), 0) if once else limits.pace(self._url)
 
     def check(self) -> None:
         """Raise TransferTimeoutError if the deadline of the whole download has passed."""

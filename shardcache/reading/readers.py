@@ -232,6 +232,7 @@ class OriginReader:
         response: Body | None = None,
     ) -> None:
         self._cache, self._shard = cache, shard
+        self._retries = cache.resources.retry_limits.started(str(shard))
         self._position = position  # offset of the next byte
         # The version to insist on, because bytes or the size were told, and the size, once known.
         self._version: str | None = version and version[0]
@@ -255,9 +256,7 @@ class OriginReader:
     def _use_next_source(self) -> None:
         self._origin = origin = next(self._sources)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
-        before, limits = vars(self).get("_retries"), self._cache.resources.retry_limits
-        once = bool(origin.upstream)
-        self._retries = limits.started(str(self._shard), before=before, once=once)
+        self._retries.use(self._cache.resources.retry_limits, once=bool(origin.upstream))
         self._received = 0  # bytes of `_body`
         self._has_failed = False  # whether the last attempt failed
         if self._version is None:

@@ -256,10 +256,13 @@ class Directories:
                 self.notices.warn("damaged", text, shard, exn)
             return None
 
+    def faster_tier(self, path: str) -> Tier | None:
+        """Return the tier that has a path, or None if it is the last one."""
+        return next((tier for tier in self.tiers[:-1] if tier.owns(path)), None)
+
     def read_failed(self, directory: str, exn: OSError) -> None:
         """Count a fault of the disk in an entry, or do without its tier if it is not the last."""
-        tier = next((tier for tier in self.tiers[:-1] if tier.owns(directory)), None)
-        if tier is None:
+        if (tier := self.faster_tier(directory)) is None:
             self.disk.failed(self.disk.reading, exn)
         elif is_disk_fault(exn):
             tier.failed(exn)

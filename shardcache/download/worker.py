@@ -81,15 +81,16 @@ class Worker:
     the bytes do not match         begins again                                once
     an upstream or origin failed   continues from the next source, if any      once each
     the partial or entry vanished  begins again                                4 times
-    the disk is full               evicts first, or uses the last tier only    once
-    a faster tier failed           uses the last tier only                     once
+    a faster tier failed, is full  uses the last tier only                     once
+    the last tier is full          evicts first                                once
     the directory vanished         uses the directories that are made again    once
     """
 
     _resources: Resources
     _download: Download
     _directories: Directories = field(init=False)  # of the current attempt
-    _is_for_last_tier: bool = False  # because the disk was full
+    _is_for_last_tier: bool = False  # because a faster one failed or was full
+    _has_made_room: bool = False  # in the last tier, because it was full
     _counts: Counter[tuple[str, type]] = field(default_factory=Counter)  # by upstream and error
     _sources: Iterator[Origin] = field(init=False)  # after the current one
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
@@ -165,29 +166,34 @@ class Worker:
             self._resources.notices.warn("lost", "%s: %s; starting over", shard, exn)
         elif isinstance(exn, FileNotFoundError) and is_local_error(exn) and count == 1:
             logger.info("%s: the disk was unmounted or emptied (%s)", shard, exn)
-        elif (
-            is_local_error(exn)
-            and not self._is_for_last_tier
-            and (exn.errno in FULL or self._failed_tier(exn))
-        ):
-            # The failed attempt has removed its partial and released the lock.
-            self._is_for_last_tier = True
-            if (response := self._download.take_response()) is not None:
-                response.close()
-            if tier := self._failed_tier(exn):
-                tier.failed(exn)
-            elif self._tier in (None, directories.tiers[-1]):  # otherwise the last one has room
-                logger.info("%s: the disk is full (%s); making room", shard, exn)
-                directories.tiers[-1].space.make_room(str(shard), self._download.size or 0)
         else:
-            return False
+            return is_local_error(exn) and self._find_room(exn)
         return True
 
-    def _failed_tier(self, exn: OSError) -> Tier | None:
-        """Return the tier whose disk failed, or None if it is the last one or unknown."""
-        faster, name = self._directories.tiers[:-1], exn.filename
-        tiers = (t for t in faster if (t is self._tier if name is None else t.owns(str(name))))
-        return next(tiers, None) if is_disk_fault(exn) else None
+    def _find_room(self, exn: OSError) -> bool:
+        """Leave a faster tier that failed or is full, or evict entries of the last one; once each.
+
+        The failed attempt has removed its partial and released the lock.
+        """
+        directories, is_full, tier = self._directories, exn.errno in FULL, self._tier
+        last = directories.tiers[-1]
+        if exn.filename is not None and not is_full:
+            tier = directories.faster_tier(str(exn.filename))
+        is_last = tier is None or tier is last
+        is_over = self._has_made_room if is_last else self._is_for_last_tier
+        if is_over or not (is_full or (is_disk_fault(exn) and not is_last)):
+            return False
+        if (response := self._download.take_response()) is not None:
+            response.close()
+        if is_last:
+            self._has_made_room = True
+            logger.info("%s: the disk is full (%s); making room", self._download.shard, exn)
+            last.space.make_room(str(self._download.shard), self._download.size or 0)
+            return True
+        self._is_for_last_tier = True
+        if tier is not None and not is_full:
+            tier.failed(exn)
+        return True
 
     def _attempt(self) -> Opened:
         directories, download = self._directories, self._download

@@ -239,9 +239,10 @@ class ProcessCache:
 
         Raises PausedError while the disk is paused, unless ``insist`` is set, and as `prepare`.
         """
-        disk = self.disk
-        disk.check(disk.reading, insist=insist)
-        directories = self.prepare()
+        disk, directories = self.disk, self.directories  # hot path: keep the calls few
+        if directories is None or disk.reading.faults:
+            disk.check(disk.reading, insist=insist)
+            directories = self.prepare()
         try:
             if disk.reading.is_tripped:
                 directories = self._check()  # another user may own the directory now

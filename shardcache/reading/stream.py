@@ -113,14 +113,7 @@ def open_shard(
     opened = ahead if isinstance(ahead, Opened) else None
     try:
         if ahead is None:
-            directories = cache.directories
-            if directories is None or cache.disk.reading.faults:
-                opened = cache.lookup(shard)
-            else:  # hot path: keep the number of calls small
-                try:
-                    opened = directories.open(shard.key, shard.basename)
-                except (DamagedError, system_error()):
-                    opened = cache.lookup(shard)
+            opened = cache.lookup(shard)
         reader = opened or ahead or DownloadReader(cache, shard, finish=finish)
     except (ShardCacheError, system_error()) as exn:
         return _buffered(cache, shard, _bypass(cache, shard, exn))

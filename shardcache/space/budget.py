@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -230,9 +229,10 @@ class Space:
                 self._choose(usage, Limits(), self.policy, sample_only=True)  # corrects `usage`
             # If limits were lowered or the disk was filled, the next admissions evict the rest, so
             # that none waits for long.
-            freed, most = 0, 2 * max(1, room)
+            freed, least = 0, 2 * max(1, room)
             for attempt in range(_PLANS):
-                if limits.excess(usage.total + need) <= 0 or freed >= most:
+                over = limits.excess(usage.total + need)
+                if over <= 0 or freed >= least:
                     usage.add(bin, need)
                     return
                 if policy is None:
@@ -240,9 +240,11 @@ class Space:
                 missing, is_recent = self._refusal(need, policy, usage)
                 if missing and is_recent:
                     raise self._no_room(str(shard), missing)
-                if attempt or not self._sweep(usage):  # leftovers of dead processes go first
-                    # After a minute, a sample decides whether a refusal still holds.
-                    plan = self._choose(usage, limits, policy, need, most, sample_only=missing > 0)
+                # Leftovers of dead processes go first. After a minute, a sample decides whether a
+                # refusal still holds.
+                if attempt or not self._sweep(usage):
+                    later, sample_only = max(0, over - least), missing > 0
+                    plan = self._choose(usage, limits, policy, need, later, sample_only=sample_only)
                     if plan.missing:
                         # Otherwise, entries stay because of readers, which may end at any moment.
                         if policy.keeps_used:
@@ -260,17 +262,17 @@ class Space:
         limits: Limits,
         policy: Policy,
         need: int = 0,
-        most: int = sys.maxsize,
+        later: int = 0,
         *,
         sample_only: bool = False,
         extra: int = 0,
     ) -> CleanReport:
         """Plan an eviction from a sample of the cache or, if that is too little, from all of it.
 
-        Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do. Not
-        much more than ``most`` bytes are evicted, and ``extra`` entries in addition, if possible.
+        Corrects ``usage`` where entries are listed. With ``sample_only``, a sample must do. If
+        possible, ``extra`` entries are evicted in addition.
         """
-        over = min(most, limits.excess(usage.total + need))
+        over = limits.excess(usage.total + need) - later
         order = [(usage.next + n) % _BINS for n in range(_BINS)]
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
@@ -284,7 +286,9 @@ class Space:
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
             spare = max(spare, extra * listed // max(1, len(entries)))
             reserved = usage.total - listed + need
-            planned = self.plan(entries, limits, policy, reserved=reserved, most=most, spare=spare)
+            planned = self.plan(
+                entries, limits, policy, reserved=reserved, later=later, spare=spare
+            )
             if not planned.missing:
                 break
         return planned

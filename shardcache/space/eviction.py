@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -224,7 +223,7 @@ def plan(
     in_use: Callable[[Entry], bool] = lambda entry: False,
     allocated: Callable[[int], int] = lambda size: size,
     reserved: int = 0,
-    most: int = sys.maxsize,
+    later: int = 0,
     spare: int = 0,
 ) -> CleanReport:
     """Choose the shards to evict, replaced versions first; return the report of a dry run.
@@ -232,12 +231,12 @@ def plan(
     Shards used ``since`` a timestamp stay, and those whose keys are ``pinned``. ``allocated``
     computes the bytes on disk of a shard from its size. ``reserved`` are the bytes on disk of the
     shards in flight and of the shard that needs room. Of the bytes that `max_size` and
-    `free_needed` require, at most about ``most`` are removed now, and ``spare`` more.
+    `free_needed` require, ``later`` are left to later evictions, and ``spare`` more are removed.
     """
     files = group_links(entries)
     total = sum(disk_bytes(links, allocated) for links in files)
     excess = limits.excess(total + reserved)
-    needed = min(excess, most)
+    needed = excess - later
     left = needed + spare if needed > 0 else 0
     stricter = Reason.MAX_SIZE if excess > limits.free_needed else Reason.MIN_FREE
     # Evict older versions of a shard before its newest one. If the newest one were evicted first,

@@ -107,14 +107,18 @@ def test_a_ram_disk_that_another_program_fills_is_skipped(shop, ram, tmp_path, m
         assert list(layout_of(ram).partial.iterdir()) == []
 
 
-def test_the_last_tier_makes_room_if_its_quota_is_exceeded(shop, ram, tmp_path, monkeypatch):
+@pytest.mark.parametrize("size", [MIB, None], ids=["at once", "after the other tier failed"])
+def test_the_last_tier_makes_room_if_its_quota_is_exceeded(shop, ram, tmp_path, monkeypatch, size):
     files, real = [tmp_path / "big.tar", tmp_path / "old.tar"], os.pwrite
     for path in files:
         path.write_bytes(make_tar(2, members=100, size=20_000))
-    with opened(shop, ram, MIB, policy="lru") as cache:
-        old, big = cache.fetch(str(files[1])).data, files[0]
+    with shop.cache() as home:
+        old, big = home.fetch(str(files[1])).data, files[0]
+    with opened(shop, ram, size, policy="lru") as cache:
 
         def write(fd: int, data: memoryview, offset: int) -> int:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{ram}/v1/partial"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
             if len(data) > 10_000 and old.exists():
                 raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
             return real(fd, data, offset)

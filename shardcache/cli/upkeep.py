@@ -29,7 +29,7 @@ from shardcache.units import Limit, counted, format_bytes, format_duration
 @click.option(
     "--wait/--no-wait", default=True, help="Wait for another clean, or exit with 6 (default: wait)."
 )
-@flag("--orphans", help="Remove only partials of dead processes, also recent ones.")
+@flag("--orphans", help="Remove only partials of dead processes, including recent ones.")
 @click.option(
     "--max-age", type=cli.DURATION, help="Evict shards not used for this long, such as 14d."
 )

@@ -33,8 +33,8 @@ __all__ = ["LEAST", "NODE", "Connections", "PartQueue", "Throttle", "parse_rate"
 #: Bytes that one request asks for. Smaller parts are slower over an S3-like link, and larger ones
 #: are no faster.
 PART = 16 << 20
-#: Connections to start with. If the server is near and fast, more bring nothing, and over TLS they
-#: cost a fifth of the speed.
+#: Connections to start with. With a fast server nearby, more do not help, and with TLS they cost a
+#: fifth of the throughput.
 _FEW = 2
 #: Seconds. If the first response takes `_FAR` or more, like S3's, all connections are used until a
 #: response within `_NEAR` shows that the first one was late for another reason.

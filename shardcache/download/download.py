@@ -154,8 +154,8 @@ class Download:
     def promote(self) -> bool:
         """Turn a download ahead into one that a reader waits for.
 
-        Returns whether this download still serves the reader, also if it ended with an error of the
-        origin, which a new download would only repeat.
+        Returns whether this download still serves the reader, even if it failed with an error of
+        the origin, which a new download would only repeat.
         """
         with self._table.lock:
             self.is_ahead = False
@@ -166,7 +166,7 @@ class Download:
             return self._opened is not None or self._response is not None
 
     def leave(self) -> None:
-        """Count one reader less. The garbage collector may call this in any thread.
+        """Remove one reader. The garbage collector may call this in any thread.
 
         The last reader cancels a running download, unless a reader asked to finish it or it is
         almost complete.

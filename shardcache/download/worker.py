@@ -46,7 +46,7 @@ __all__ = ["Worker", "evict_outdated", "refused_file"]
 
 logger = logging.getLogger(__name__)
 
-#: Most processes of a node that download past a stale holder at once; more would be a storm.
+#: How many processes of a node may download past a stale holder at once; more would be a storm.
 _PRIVATE = 2
 #: Downloads per node of shards that no reader needs yet: enough to keep a fast link busy.
 _AHEAD = 16

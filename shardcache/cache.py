@@ -520,7 +520,10 @@ class Cache:
         shards = self.select(specs)
         for shard in shards:
             refuse_in_place(shard, self.config.cache_local)
-        until = None if seconds is None else clock.time() + parse_duration(seconds)
+        length = None if seconds is None else parse_duration(seconds)
+        if length == 0:
+            raise ConfigError("a pin for 0 s protects nothing. Give a longer time, or call unpin.")
+        until = None if length is None else clock.time() + length
         for tier in reversed(self.process.tiers):  # those in ``dir`` hold in all tiers
             with self.process.tolerating(tier):
                 node = root.make_root(tier.config)

@@ -72,6 +72,26 @@ _ENDPOINT = r"(?i)https?://(\[[0-9a-f:.]+\]|[^/?#@:\s\[\]]+)(:[0-9]{1,5})?(/[^?#
 _NO_GROUP = (1 << 32) - 1
 
 
+#: The options of s3fs and of all fsspec's filesystems. shardcache's own client knows them, too, or
+#: leaves the shard to s3fs.
+S3_OPTIONS = {
+    *("anon", "asynchronous", "batch_size", "cache_regions", "client_kwargs", "config_kwargs"),
+    *("default_block_size", "default_cache_type", "default_fill_cache", "endpoint_url"),
+    *("fixed_upload_size", "key", "listings_expiry_time", "local_expiry_check", "loop"),
+    *("max_concurrency", "max_paths", "password", "profile", "requester_pays"),
+    *("s3_additional_kwargs", "secret", "session", "skip_instance_cache", "token"),
+    *("use_listings_cache", "use_ssl", "username", "version_aware"),
+}
+#: The options of boto3 and others, and what to use in their place.
+_MEANT = {
+    **dict.fromkeys(("access_key", "aws_access_key_id"), "key"),
+    **dict.fromkeys(("secret_key", "aws_secret_access_key"), "secret"),
+    **dict.fromkeys(("region", "region_name"), "client_kwargs={'region_name': ...}"),
+    "aws_session_token": "token",
+    "endpoint": "endpoint_url",
+}
+
+
 class StorageOptions(dict[str, object]):
     """Options for fsspec or S3 (key, secret, token, ...). The repr hides all values.
 
@@ -114,6 +134,19 @@ def _public(value: object) -> object:
     if isinstance(value, str) and "://" in value:  # the URL of a proxy or an endpoint
         return re.sub(_LOGIN, "://", value).partition("?")[0].partition("#")[0]
     return value
+
+
+def _refuse_unknown(options: StorageOptions) -> None:
+    """Raise ConfigError for an option for S3 that is not known: it would have no effect."""
+    table = options.get("s3")
+    known = set[str]() if isinstance(table, Mapping) else S3_OPTIONS
+    names = [n for n, value in options.items() if n not in known and not isinstance(value, Mapping)]
+    names += [n for n in table if n not in S3_OPTIONS] if isinstance(table, Mapping) else []
+    for name in names:
+        meant = _MEANT.get(name) or units.similar(name, S3_OPTIONS)
+        advice = f"Did you mean {meant}?" if meant and name != meant else ""
+        advice = "Put it into the table s3." if name in S3_OPTIONS else advice
+        raise ConfigError(f"storage_options: there is no option {name!r} for S3. {advice}".rstrip())
 
 
 # These parsers raise ValueError("is not a path"), and `_parse` puts the value in front.
@@ -307,6 +340,8 @@ class Upstream:
 
     def __post_init__(self) -> None:
         _parse_fields(self)
+        if re.match("s3[an]?:", self.url):
+            _refuse_unknown(self.storage_options)
 
     def __str__(self) -> str:
         return self.url + (" (write_back)" if self.write_back else "")
@@ -372,6 +407,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _parse_fields(self)
+        _refuse_unknown(self.storage_options)
         for tier, other in itertools.combinations([*(t.dir for t in self.tiers), self.dir], 2):
             first, second = (Path(os.path.realpath(path)) for path in (tier, other))
             if first.is_relative_to(second) or second.is_relative_to(first):

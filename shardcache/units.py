@@ -57,6 +57,7 @@ def parse_bytes(value: str | int | float, likely: str = "GB") -> int:
     The error suggests the ``likely`` unit.
     """
     number: float = -1
+    value = getattr(value, "item", lambda: value)()  # a number of numpy
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = value
     elif isinstance(value, str) and len(value) <= _MAX_TEXT:
@@ -105,9 +106,10 @@ def exact_bytes(n: int) -> str:
     return next(fitting, f"{n}B" if n else "0")
 
 
-def parse_duration(value: str | float) -> float:
+def parse_duration(value: str | float, accepted: str = _DURATIONS) -> float:
     """Convert a number, or text such as ``90``, ``1h30m``, ``14d`` or ``350ms``, to seconds."""
     number = -1.0
+    value = getattr(value, "item", lambda: value)()  # a number of numpy
     if isinstance(value, str) and 0 < len(text := value.strip()) <= _MAX_TEXT:
         if match := re.fullmatch(_DURATION, text.lower()):
             parts = zip(match.groups(), _DURATION_UNITS.values(), strict=True)
@@ -121,7 +123,7 @@ def parse_duration(value: str | float) -> float:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = value
     if not 0 <= number <= MAX_SECONDS:
-        raise _refuse(value, "a duration", _DURATIONS)
+        raise _refuse(value, "a duration", accepted)
     return float(number)
 
 
@@ -129,7 +131,7 @@ def parse_age(value: str | float) -> float:
     """Convert like `parse_duration`, but text needs a unit: a user who writes 14 may mean days."""
     if isinstance(value, str) and re.fullmatch("[0-9.]*[1-9][0-9.]*", text := value.strip()):
         raise ConfigError(f"{text} has no unit. Write {text}s, {text}m, {text}h or {text}d.")
-    return parse_duration(value)
+    return parse_duration(value, "a number with a unit, such as 90s, 1h30m or 14d")
 
 
 def exact_duration(seconds: float) -> str:

@@ -229,12 +229,13 @@ def advise_scheme(shard: ShardURL, otherwise: str = "") -> str:
 def refuse_in_place(shard: ShardURL, cache_local: bool) -> None:
     """Raise ConfigError for a local file, unless the option ``cache_local`` is set."""
     if shard.is_local and not cache_local:
+        path, text = shard.local_path, "is a local file, which is read in place and not cached."
         advice = "Set cache_local = true (SHARDCACHE_CACHE_LOCAL=1) to cache slow mounts."
-        raise ConfigError(
-            f"{shard.local_path} is a local file, which is read in place and not cached. "
-            f"{advise_scheme(shard, advice)}",
-            url=str(shard),
-        )
+        if re.search(r"\.(txt|list|lst|csv|json)\Z", str(path)):
+            advice = "To read a list of shards from it, pass it after -f (prewarm)."
+        elif not (path.exists() or shard.canonical.endswith("/")):
+            text, advice = "is no file of this machine.", "Write the whole URL of the shard."
+        raise ConfigError(f"{path} {text} {advise_scheme(shard, advice)}", url=str(shard))
 
 
 def advise_brackets(text: str) -> str:
@@ -263,11 +264,13 @@ def parse_url(
     if not url:
         raise ConfigError("a shard URL must not be empty")
     refuse_control(url)
+    if url[0].isspace():
+        raise ConfigError(f"{shown_url(url)!r} begins with a space. Remove it.")
     match = re.match(_SCHEME, url)
     scheme = match.group(1).lower() if match else "file"
     scheme = ALIASES.get(scheme, scheme)
     if scheme != "pipe" and ("::" in url or " " in url or "," in url) and re.search(_SEVERAL, url):
-        advice = "Separate shards by ::, or pass a list. Do not chain filesystems."
+        advice = "Separate shards by ::, or pass several words or a list. Do not chain filesystems."
         raise ConfigError(f"{shown_url(url)} has several URLs. {advice}")
     kind = find_scheme(scheme)
     if not kind.is_allowed and scheme not in allow_schemes:

@@ -1,5 +1,6 @@
 """Options: precedence of sources, refused values, and hidden secrets."""
 
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import s3fs
 
 from shardcache.cache import Cache
-from shardcache.config import Config, Options, TierOption, Upstream, describe, load
+from shardcache.config import S3_OPTIONS, Config, Options, TierOption, Upstream, describe, load
 from shardcache.errors import REMOVED, ConfigError
 from shardcache.units import Limit
 
@@ -138,6 +140,11 @@ def test_files_have_tables_and_sizes_with_units(home):
     assert config.scheme_options("gs") == {"token": "anon"}
 
 
+def test_all_options_of_s3fs_are_known():
+    known = inspect.signature(s3fs.S3FileSystem.__init__).parameters
+    assert {*known} - {"self", "kwargs"} <= S3_OPTIONS
+
+
 DIR_IS = r"^dir \(argument\): .*"
 TIERS = [
     *(5, [5, 6], [{}], [{"dir": "/ram", "size": 5}], ["/ram=much"], ["=5GB"], ["/ram=0"]),
@@ -161,6 +168,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"endpoint_url": {"url": SECRET}}, "endpoint_url"),
     ({"storage_options": SECRET}, "TOML table"),
     ({"storage_options": {1: SECRET}}, "TOML table"),
+    ({"storage_options": {"annon": True}}, r"no option 'annon' for S3\. Did you mean anon\?"),
+    ({"storage_options": {"aws_access_key_id": SECRET}}, r"for S3\. Did you mean key\?"),
+    ({"storage_options": {"s3": {}, "key": SECRET}}, r"'key' for S3\. Put it into the table s3\."),
+    ({"upstreams": [{"url": "s3://b", "storage_options": {"endpoint": "x"}}]}, "mean endpoint_url"),
     ({"validate": "x"}, "function of a path"),
     ({"upstreams": [{"url": "/nas", SECRET: "x"}]}, "upstreams"),
     ({"upstreams": f"s3://me:{SECRET}@bucket"}, "upstreams"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import logging
 import pickle
 import traceback
@@ -10,8 +11,9 @@ from typing import Any
 
 import fsspec
 import pytest
+import webdataset as wds
 
-from shardcache import Cache, ConfigError, ShardCacheError
+from shardcache import Cache, ConfigError, IntegrityError, ShardCacheError, TarDataset
 from shardcache.config import describe, load
 from shardcache.wds import url_opener
 from tests.support.clitools import command
@@ -190,6 +192,25 @@ def test_signed_urls(watch, serve, url, answered):
     assert any("/locks/" in text for text in watch.seen)
     assert watch.failures == (answered not in ("whole", "echoed version"))
     assert any(CANARY in head for head in server.heads)
+
+
+def test_data_sets(watch, serve):
+    row = {"url": "a.tar", "nsamples": 99}
+
+    def respond(head):
+        index = answer("200 OK", json.dumps({"shardlist": [row]}).encode(), ETag='"1"')
+        return index if "train.json" in head else whole(head)
+
+    def fail(sample):
+        raise ValueError("in a stage")
+
+    url = serve(respond, most=20).url.replace("://", f"://me:{CANARY}@")
+    indexed = TarDataset(f"{url}/train.json", cache=watch.cache())
+    watch.seen.append(repr(vars(indexed) | {"cache": "", "shards": ""}))
+    for data in indexed, TarDataset(f"{url}/a.tar", cache=watch.cache(), stages=[wds.map(fail)]):
+        with pytest.raises((IntegrityError, ValueError)) as raised:
+            data[0]
+        watch.errors.append(raised.value)
 
 
 def test_tokens_distinguish_shards_and_signatures_do_not(watch, serve):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,6 +89,9 @@ def test_a_number_without_a_unit_is_refused():
     ):
         with pytest.raises(ConfigError, match=f"^14 has no unit. Write {advice}.$"):
             parse("14")
+    assert units.parse_bytes(np.int64(10**9)) == 10**9 and units.parse_duration(np.float32(2)) == 2
+    with pytest.raises(ConfigError, match="with a unit, such as 90s"):
+        units.parse_age("forever")
 
 
 @pytest.mark.parametrize("show", SHOWN)

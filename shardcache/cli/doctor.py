@@ -24,7 +24,7 @@ import click
 from shardcache import threads
 from shardcache.cli.main import ExitCode, Invocation, command, store_options
 from shardcache.cli.output import printable, reason
-from shardcache.config import Config
+from shardcache.config import Config, Upstream
 from shardcache.errors import AccessDeniedError, ShardCacheError, ShardNotFoundError
 from shardcache.files import existing
 from shardcache.layout import Layout, read_manifest
@@ -33,7 +33,7 @@ from shardcache.origins.aws import endpoint_of, s3_access, url_parser
 from shardcache.origins.base import ObjectInfo, TransientError
 from shardcache.origins.connection import MalformedError, Transport
 from shardcache.origins.listing import expand_braces, is_pattern
-from shardcache.origins.resolve import Origins
+from shardcache.origins.resolve import Origins, check_upstream
 from shardcache.origins.retry import RetryLimits
 from shardcache.origins.s3 import S3Origin
 from shardcache.space.eviction import total_bytes
@@ -107,6 +107,8 @@ def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
             yield from rows
             if check is _owner and rows[0]["level"] == "fail":
                 break  # the other checks would fail as well
+    for upstream in config.upstreams:
+        yield from _run(_upstream, upstream.url, upstream, timeout=_DEAD_SERVICE)
     yield from _run(_packages, "packages")
     yield from _run(_credentials, "S3", config, timeout=_DEAD_SERVICE)
     yield from _run(_endpoint, "endpoint", config, url, timeout=_DEAD_SERVICE)
@@ -198,6 +200,11 @@ def _space(tier: Config) -> Findings:
     if inodes.f_files and inodes.f_favail < 5:  # the number that one shard needs
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
         yield "fail", f"{inodes.f_favail:,} of {inodes.f_files:,} inodes free", fix
+
+
+def _upstream(upstream: Upstream) -> Findings:
+    check_upstream(upstream, _RESPOND)
+    yield "ok", "the upstream can be read", ""
 
 
 def _packages() -> Findings:

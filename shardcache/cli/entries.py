@@ -356,7 +356,7 @@ def _print(
     for row in rows:
         if row["state"] in errors:
             console.error(f"{row['url']} {errors[row['state']]}")
-    if any(row["state"] == "in_use" for row in rows):
+    if name == "rm" and any(row["state"] in ("in_use", "pinned") for row in rows):
         return ExitCode.BUSY
     return ExitCode.FAILED if any(row["state"] in errors for row in rows) else ExitCode.DONE
 
@@ -380,28 +380,33 @@ def rm_command(
     """
     rows, absent = list[Row](), list[ShardURL]()
     with invocation.cache(existing=True) as cache:
-        shards = cache.select(specs)
+        shards, pins = cache.select(specs), cache.pins()
         sizes = [cache.remove(shard, dry_run=True)[0] for shard in shards]
         if any(sizes) and not (dry_run or yes):
             number, total = counted(sum(map(bool, sizes)), "shard"), format_bytes(sum(sizes))
             invocation.confirm(f"Remove {number}, {total}, from {cache.dir}?")
         for shard in shards:
             is_cached = shard in cache  # it may have no bytes
-            freed, in_use = cache.remove(shard, dry_run=dry_run)
-            state = "in_use" if in_use else "removed" if freed or is_cached else "not_cached"
+            freed, stays = cache.remove(shard, dry_run=dry_run)
+            state = "removed" if freed or is_cached else "not_cached"
+            state = ("pinned" if shard.key in pins else "in_use") if stays else state
             rows.append({"url": str(shard), "size": freed, "state": state})
             absent += [shard] if state == "not_cached" else []
         advice = _advice(cache, absent)
     counts, freed = Counter(row["state"] for row in rows), sum(row["size"] for row in rows)
     errors = {
-        "in_use": "is pinned or being read. Run `shardcache unpin`, or wait for its readers.",
+        "pinned": "is pinned. Run `shardcache unpin` first.",
+        "in_use": 'is being read: `lsof "$(shardcache path URL)"` names the process.',
         "not_cached": f"is not cached in {cache.dir}",
     }
-    summary: Row = {name: counts[name] for name in ("removed", "in_use", "not_cached")}
+    summary: Row = {name: counts[name] for name in ("removed", "in_use", "pinned", "not_cached")}
     summary |= {"dry_run": dry_run, "removed_bytes": freed}
     text = f"{'would remove' if dry_run else 'removed'} "
     text += f"{counted(counts['removed'], 'shard')}, {format_bytes(freed)}"
     code = _print(invocation.console, "rm", rows, text, errors, summary)
+    for row in rows if dry_run else ():
+        if row["state"] == "removed":
+            invocation.console.info(f"  {row['url']}  {format_bytes(row['size'])}")
     for url, text in advice.items():
         if text:
             invocation.console.error(f"{url}: {text}")
@@ -428,15 +433,24 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
       shardcache prewarm 's3://lab/val-{0000..0031}.tar'
     """
     with invocation.cache() as cache:
-        rows = [
-            {"url": str(shard), "state": "cached" if shard in cache else "not_cached"}
-            for shard in cache.pin(specs, seconds)
-        ]
-    absent = sum(row["state"] == "not_cached" for row in rows)
+        before = cache.pins()
+        shards = cache.pin(specs, seconds)
+        missing = [shard for shard in shards if shard not in cache]
+        advice = _advice(cache, missing)
+    rows = [
+        {"url": str(shard), "state": "not_cached" if shard in missing else "cached"}
+        for shard in shards
+    ]
+    absent, again = len(missing), sum(shard.key in before for shard in shards)
+    again = 0 if seconds is None else again
     text = f"pinned {counted(len(rows), 'shard')} "
     text += "until unpinned" if seconds is None else f"for {exact_duration(seconds)}"
     if absent:
         text += f"; {absent:,} not cached yet, and kept once fetched"
+    text += f"; this replaces the pins of {counted(again, 'shard')}" if again else ""
+    for url, each in advice.items():
+        if each:
+            invocation.console.hint(f"{url}: {each}")
     summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
     return _print(invocation.console, "pin", rows, text, {}, summary)
 

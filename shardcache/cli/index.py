@@ -16,15 +16,16 @@ from shardcache.cli.main import ExitCode, Invocation, command, flag
 from shardcache.cli.output import SKIPPED, Position, Positions, display
 from shardcache.dataset.index import count_samples, read_index_file, write_index_file
 from shardcache.dataset.order import checked_int
-from shardcache.errors import ConfigError, ShardNotFoundError
+from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError
 from shardcache.prewarm.plan import expand
 from shardcache.units import counted, format_bytes, format_duration
+from shardcache.urls import ShardURL
 
 
 @command("index")
 @cli.skip_missing_option
 @flag("--check", help="Write nothing; check that FILE states the right numbers (exit 4 if not).")
-@click.option("-o", "--output", "file", required=True, type=cli.FILE, help="The index file.")
+@click.option("-o", "--output", "file", required=True, type=cli.FILE, help="The index file, NAME.json.")
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 @cli.store_options
 def index_command(
@@ -52,6 +53,8 @@ def index_command(
         )
     if Path(file).exists() and not Path(file).is_file():  # it would be replaced
         raise click.UsageError(f"{file} is no regular file. Pass the name of another one.")
+    if not file.endswith(".json"):
+        raise click.UsageError("TarDataset knows index files by their names: let it end in .json.")
     counts, expected, wrong, size = dict[str, int](), dict[str, int](), 0, 0
     errors = dict[str, Exception]()
 
@@ -77,12 +80,17 @@ def index_command(
                 open(journal, "a+", buffering=1, encoding="utf-8", errors="replace")
             )
             writer.seek(0)
+            counted_before = dict[str, tuple[str, int]]()
             for line in writer:
                 with contextlib.suppress(ValueError, TypeError):  # a killed run left half a line
-                    url, number = json.loads(line)
-                    counts[url] = checked_int("samples", number, 0)
+                    key, version, number = json.loads(line)
+                    counted_before[key] = version, checked_int("samples", number, 0)
+            for shard in shards:
+                version, number = counted_before.get(shard.key, ("", -1))
+                # Not if another version was cached since.
+                if number >= 0 and version == (_version(cache, shard) or version):
+                    counts[str(shard)] = number
         urls = [*map(str, shards)]
-        counts = {url: counts[url] for url in urls if url in counts}
         missing = [shard for shard in shards if str(shard) not in counts]
         stack.enter_context(display(console, positions))
         for number, result in count_samples(cache, missing):
@@ -92,7 +100,8 @@ def index_command(
                 continue
             counts[url], size = result[0], size + result[1]
             if not check:
-                writer.write(f"\n{json.dumps([url, counts[url]])}")
+                row = missing[number].key, _version(cache, missing[number]), counts[url]
+                writer.write(f"\n{json.dumps(row)}")
             elif expected[url] != counts[url]:
                 wrong += 1
                 samples = counted(counts[url], "sample")
@@ -101,6 +110,8 @@ def index_command(
     absent = {url: exn for url, exn in errors.items() if isinstance(exn, ShardNotFoundError)}
     option = "" if skip_missing else ", or pass --skip-missing,"
     advice = f"Upload the missing shards{option} and run" if absent else "Run"
+    if all(isinstance(exn, IntegrityError | ConfigError) for exn in errors.values()):
+        advice = "Pack and upload it again, or leave it out, and run"
     absent = absent if skip_missing and counts else {}  # an empty FILE is of no use
     errors = {url: exn for url, exn in errors.items() if url not in absent}
     seconds, total = round(time.monotonic() - began, 3), sum(counts.values())
@@ -117,9 +128,18 @@ def index_command(
         for line in console.reasons(errors):
             console.message("  failed  ", line, "red")
         text = f"{counted(len(errors), 'shard')} could not be counted."
+        if counts:
+            text += f" The others are in {journal}."
+        else:
+            journal.unlink(missing_ok=True)
         console.error(f"{text} {advice} the command again.")
         return ExitCode.DAMAGED if wrong else ExitCode.SOME_FAILED
     if not check:
         write_index_file(Path(file), {url: counts[url] for url in urls if url in counts})
         journal.unlink(missing_ok=True)
     return ExitCode.DAMAGED if wrong else ExitCode.DONE
+
+
+def _version(cache: Cache, shard: ShardURL) -> str:
+    """Return the cached version of a shard, or "" if it is not cached."""
+    return "" if (entry := cache.entry(shard)) is None else entry.version

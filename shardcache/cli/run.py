@@ -125,8 +125,8 @@ def run_command(
     text = f"no shard {was} opened through the cache in {config.dir}"
     text += "" if stats.opens or lines else " (does the program read any, or replace PYTHONPATH?)"
     if opened := stats.opens - stats.failed:
-        text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache; "
-        text += f"{format_bytes(stats.bytes_origin)} came from the origin"
+        text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
+        text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
     if failed := stats.failed - stats.left:
         text += f"; {failed:,} could not be opened"
     if code:  # a process that is killed does not write its last counts

@@ -37,7 +37,7 @@ from shardcache.origins.listing import spec_list
 from shardcache.prewarm.plan import expand
 from shardcache.ranks import detect
 from shardcache.units import counted
-from shardcache.urls import redact
+from shardcache.urls import redact, shown_url
 from shardcache.wds import reraise
 
 if TYPE_CHECKING:
@@ -79,6 +79,17 @@ class Batch(list[int]):
     def __init__(self, indices: Iterable[int] = (), shards: Iterable[int] = ()) -> None:
         super().__init__(indices)
         self.shards = frozenset(shards)
+
+
+class _OpenShards(OrderedDict[int, OpenShard]):
+    """The open shards of a data set and its parts; the last one is the most recently used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows = dict[int, frozenset[int]]()  #: the shards that each part mixes now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OpenShards, ()
 
 
 class TarDataset:
@@ -134,8 +145,8 @@ class TarDataset:
         counts = None
         shards = os.fspath(shards) if isinstance(shards, os.PathLike) else shards
         if isinstance(shards, str) and _INDEX.search(shards):
-            self._index_file = shards
-            parsed, counts = read_index_file(self.cache, self._index_file)
+            self._index_file = redact(shards)  # for errors
+            parsed, counts = read_index_file(self.cache, shards)
         else:
             specs = [*map(str, spec_list(shards))]
             parsed = [self.cache.parse(url) for url in expand(specs, self.cache)]
@@ -148,14 +159,14 @@ class TarDataset:
         self._ends = list(accumulate(self.counts.tolist()))  # of the samples of all shards
         self._selected: NDArray[np.int64] | None = None
         self._splits = 0  # how many times it was split off
-        self._open = OrderedDict[int, OpenShard]()  # the last one is the most recently used
+        self._open = _OpenShards()
         # When an origin refused a shard, so that not each of its samples costs another request.
         self._refused = dict[int, tuple[float, ShardCacheError]]()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = _OPEN if files < 0 else max(1, min(_OPEN, files // 4))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_open": OrderedDict(), "_refused": {}}
+        return vars(self) | {"_refused": {}}
 
     def _count(self, specs: Sequence[str]) -> list[int]:
         """Count the samples of all shards, which downloads those that are not cached."""
@@ -167,7 +178,8 @@ class TarDataset:
                 "without an index file, each node would download all shards to count their "
                 f"samples. Run `{command}` once, and pass the file: TarDataset('train.json')."
             )
-        if self.cache.process.notices.is_new("counting"):
+        is_cached = all(shard in self.cache for shard in self.shards)
+        if not is_cached and self.cache.process.notices.is_new("counting"):
             logger.warning(
                 "counting the samples of %s, which downloads those that are not cached. To do so "
                 "only once, run `%s`, and pass the file: TarDataset('train.json').",
@@ -302,6 +314,7 @@ class TarDataset:
     def read(self, indices: Sequence[int]) -> tuple[list[Any], Exception | None]:
         """Return samples after the stages, or no sample and the reason why none is left."""
         samples, error, size = [], None, 0
+        refuse_batches(indices)
         for index in indices:
             place, position, number = self._locate(index)
             try:
@@ -320,7 +333,8 @@ class TarDataset:
             if opened.is_cached:  # otherwise, its stream counts
                 size += opened.offsets[number + 1] - opened.offsets[number]
         if in_use := getattr(indices, "shards", None):  # a batch of a ShardBatchSampler
-            for position in self._open.keys() - in_use:
+            self._open.windows[id(self)] = in_use
+            for position in self._open.keys() - frozenset().union(*self._open.windows.values()):
                 self._open.pop(position, None)
         self.cache.process.counters.read(size)
         if error is not None and not samples:
@@ -332,7 +346,8 @@ class TarDataset:
             batch = list(results)
         except Exception as exn:
             last = samples[len(samples) - operator.length_hint(left) - 1]
-            exn.add_note(f"in the stages, at {last.get('__key__')} of {last.get('__url__')}")
+            url = shown_url(str(last.get("__url__")))
+            exn.add_note(f"in the stages, at {last.get('__key__')} of {url}")
             raise
         if samples and not batch:
             shards = dict.fromkeys(self.locate(index)[0] for index in indices)
@@ -377,6 +392,13 @@ class TarDataset:
         with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread's change
             while len(self._open) >= self._most or next(iter(self._open.values())).used < idle:
                 self._open.popitem(last=False)
+
+
+def refuse_batches(indices: Sequence[Any]) -> None:
+    """Raise ConfigError for batches in place of the numbers of samples."""
+    if any(isinstance(index, Batch) for index in indices):
+        text = "a ShardBatchSampler yields batches: pass it as batch_sampler=, not as sampler=."
+        raise ConfigError(f"{text} Or pass batch_size=None as well.")
 
 
 def item(data: Any, index: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, islice
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardcache.dataset.dataset import Batch, SampleIndex, item
+from shardcache.dataset.dataset import Batch, SampleIndex, item, refuse_batches
 from shardcache.dataset.order import WHOLE, checked_int
 from shardcache.errors import ConfigError
 from shardcache.units import counted
 
 if TYPE_CHECKING:
     from shardcache.dataset.dataset import TarDataset
+
+logger = logging.getLogger(__name__)
 
 #: The weight of a part; or several, each with the first epoch to which it applies.
 Weight = float | Mapping[int, float]
@@ -75,6 +78,7 @@ class Mixture:
         return f"<Mixture: {', '.join(self.parts)}, {counted(self.samples, 'sample')} per epoch>"
 
     def __len__(self) -> int:
+        """Return the number of samples of all parts; an epoch has ``samples``."""
         return self._firsts[-1]
 
     def __getitem__(self, index: Any) -> Any:
@@ -89,6 +93,11 @@ class Mixture:
         Raises:
             The errors of `TarDataset.__getitems__`.
         """
+        refuse_batches(indices)
+        is_ours = all(isinstance(index, SampleIndex) for index in indices)
+        if not is_ours and self.cache.process.notices.is_new("weights"):
+            text = "the weights of a mixture, and its number of samples, hold only for a loader "
+            logger.warning(text + "with batch_sampler=ShardBatchSampler(mixture, ...)")
         numbers = [range(len(self))[index] for index in indices]  # refuses those out of range
         owners = (np.searchsorted(self._firsts, numbers, "right") - 1).tolist()
         in_use = getattr(indices, "shards", ())

@@ -369,6 +369,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
         if (epoch := checked_int("epoch", epoch, 0)) != self.epoch:
+            if self._is_waiting(self._record.add()):
+                logger.warning("set_epoch(%d) leaves the position that was loaded", epoch)
             self._record.add("set", epoch)
             self._run = self._tracked = None
 
@@ -403,8 +405,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         Raises:
             ConfigError: the state was saved with other shards, stages, ranks or workers.
         """
-        workers = _workers_of(state) if isinstance(state, Mapping) else [None]
-        if not state or not all(isinstance(worker, Mapping) for worker in workers):
+        is_ours = isinstance(state, Mapping) and {"shards", "stages", "workers"} & state.keys()
+        workers: list[Any] = _workers_of(state) if is_ours else [None]
+        if not all(isinstance(worker, Mapping) for worker in workers):
             raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
         self._warn_if_extended()
         epoch = checked_int("state['epoch']", state.get("epoch"), 0)

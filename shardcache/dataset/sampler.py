@@ -142,6 +142,9 @@ class ShardBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if it is the unfinished one."""
         if (epoch := checked_int("epoch", epoch, 0)) != self._start[0]:
+            if self._start[1] and self._start == self._taken:
+                text = "set_epoch(%d) leaves epoch %d, whose state was loaded, at batch %d"
+                logger.warning(text, epoch, self._start[0], self.batch)
             self._start = self._taken = epoch, 0
         elif epoch != self._taken[0]:
             self._taken = self._start
@@ -199,7 +202,8 @@ class ShardBatchSampler(Sampler[list[int]]):
     def _restore(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Adopt the lanes and the window of a state, and return its position."""
         if not isinstance(state, Mapping) or "version" not in state:
-            raise ConfigError(f"{state!r:.80} is not a state of a ShardBatchSampler.")
+            text = f"{state!r:.80} is not a state of a ShardBatchSampler. "
+            raise ConfigError(f"{text}Pass what its state_dict() has returned.")
 
         def saved(name: str, *limits: int) -> int:
             return checked_int(f"the state's {name}", state.get(name), *limits)
@@ -270,6 +274,8 @@ class ShardBatchSampler(Sampler[list[int]]):
         parts = self._nodes if shuffle != 0 else 1
         lanes = checked_int("lanes", parts if lanes is None else lanes, 1)
         mixed = max(_MIXED_PER_LANE, -(-_MIXED // lanes))
+        if isinstance(shuffle, bool):
+            raise ConfigError("shuffle is a number of shards to mix, such as 64; 0 mixes none.")
         shuffle = checked_int("shuffle", mixed if shuffle is None else shuffle, 0)
         unit = math.lcm(lanes, world)
         if size % unit:

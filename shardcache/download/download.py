@@ -69,6 +69,7 @@ class Download:
     #: Number of changes of the state or of the bytes that can be read.
     changes: int = field(default=0, init=False)
     is_claimed: bool = field(default=False, init=False)  #: whether a thread is or was the worker
+    is_waiting: bool = field(default=False, init=False)  #: whether another process has the lock
     #: Whether the worker has released the lock, the partial and the connections.
     ended: bool = field(default=False, init=False)
     readers: int = field(default=0, init=False)  #: readers that have joined and not left
@@ -206,10 +207,11 @@ class Download:
             was_claimed, self.is_claimed = self.is_claimed or self.ended, True
             return not was_claimed
 
-    def note_waiting(self, partial: Path) -> None:
-        """Note that another process downloads the shard into ``partial``."""
+    def note_waiting(self, partial: Path | None) -> None:
+        """Note that another process downloads the shard into ``partial``, if that is known."""
         with self._table.lock:
-            if partial != self.partial:
+            self.is_waiting = True
+            if partial not in (None, self.partial):
                 self.partial = partial
                 self._enter(State.WAITING)
 
@@ -218,7 +220,7 @@ class Download:
     ) -> None:
         """Note that this process writes ``partial`` from now on. `cancel` will call ``abort``."""
         with self._table.lock:
-            self._abort = abort
+            self._abort, self.is_waiting = abort, False
             self.partial, self.size = partial.path, partial.metadata.info.size
             self.written, self.is_upstream, self.outcome = partial.written, upstream, "fetched"
             self._enter(State.RUNNING)

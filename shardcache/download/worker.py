@@ -252,6 +252,7 @@ class Worker:
         download, directories, config = self._download, self._directories, self._resources.config
         shard, waiter = download.shard, directories.holder()._replace(url=str(download.shard))
         start = now = grew = announced = clock.monotonic()
+        download.note_waiting(None)
         poll, seen = _FIRST_POLL, self._read_holder()
         with contextlib.ExitStack() as stack:
             while True:

@@ -121,8 +121,12 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
             target_protocol, in_url = target
             # As in a chain of URLs, options for the target are passed under the target's protocol.
             target_options = {**in_url, **options.pop(target_protocol, {})}
+        anon = options.pop("anon", None)  # pandas repeats a request that was refused with it
+        if anon and target_protocol == "s3":
+            target_options = {**(target_options or {}), "anon": anon}
         if (fs is None) == (target_protocol is None):
-            raise ConfigError("Write the URL of the origin after shardcache::, or pass only fs=...")
+            text = "Write the URL of the origin after shardcache::, or pass only fs=..., or as in "
+            raise ConfigError(f"{text}fsspec.filesystem('shardcache', target_protocol='s3').")
         if getattr(fs, "storage_args", ()):
             raise ConfigError(f"Pass the arguments of {type(fs).__name__} by name.")
         self._fs = fs or fsspec.filesystem(target_protocol, **(target_options or {}))
@@ -151,7 +155,12 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if not self._options:
             return default_cache()
         key = tokenize(self._options)
-        return _caches.get(key) or _caches.setdefault(key, Cache(**self._options))
+        try:
+            return _caches.get(key) or _caches.setdefault(key, Cache(**self._options))
+        except ConfigError as exn:
+            advice = " Options of the origin go into a table of its protocol, such as s3={...}."
+            is_unknown = exn.message.startswith("unknown option")
+            raise ConfigError(exn.message + advice * is_unknown) from None
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:

@@ -28,6 +28,9 @@ _TRANSIENT = frozenset({408, 425, 429})
 #: 500 on are transient, also unknown ones (RFC 9110, 15), such as 520 to 527 of Cloudflare.
 _LASTING = frozenset({501, 505})
 
+#: The text of the error for a bucket that does not exist.
+NO_BUCKET = "there is no bucket"
+
 
 class TransientError(Exception):
     """This attempt failed, but the next one may succeed."""
@@ -118,7 +121,7 @@ def refusal(
         advice = advise_scheme(shard, "Check the name and the endpoint.")
         text = f"{shard}: not found ({reason}). {advice}"
         if shard.scheme == "s3" and "NoSuchBucket" in reason:
-            text = f"{shard}: there is no bucket {shard.bucket_and_key()[0]} ({reason}). "
+            text = f"{shard}: {NO_BUCKET} {shard.bucket_and_key()[0]} ({reason}). "
             text += "Check the name and the endpoint."
         return ShardNotFoundError(f"{text}{advise_brackets(str(shard))}", url=str(shard))
     if status == 407:

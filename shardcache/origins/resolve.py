@@ -32,6 +32,7 @@ from shardcache.faults import Breaker
 from shardcache.files import replacing
 from shardcache.origins.aws import needs_s3fs, s3fs_options, with_options
 from shardcache.origins.base import (
+    NO_BUCKET,
     Body,
     ObjectInfo,
     Origin,
@@ -168,18 +169,25 @@ class UpstreamOrigin(Origin):
         return self.stated
 
 
+def check_upstream(config: Upstream, timeout: float) -> None:
+    """Raise an error if an upstream cannot be read."""
+    upstream = _Upstream(config, timeout, lambda kind: False)
+    upstream.check(upstream.copy_named("shardcache-test"))
+
+
 class _Upstream:
     """An upstream of the configuration, with its origin and its breaker."""
 
     def __init__(self, config: Upstream, timeout: float, is_new: Callable[[str], bool]) -> None:
         self.config, self._timeout, self._is_new = config, timeout, is_new
         self.name = redact(config.url)
-        self._scheme = self._parse("x").scheme
+        self._scheme = self.copy_named("x").scheme
         self._breaker = Breaker(threshold=_FAILURES)
+        self._exists = False  # whether `check` has found the store
         self._options = dict(config.storage_options)
         if self._scheme == "s3" and config.endpoint_url:
             self._options["endpoint_url"] = config.endpoint_url
-        self.origin = _make(self._parse("x"), self._options, timeout)
+        self.origin = _make(self.copy_named("x"), self._options, timeout)
 
     def _copy_of(self, shard: ShardURL) -> ShardURL | None:
         """Return the URL of the shard's copy, or None if upstreams are not searched for it."""
@@ -192,18 +200,37 @@ class _Upstream:
         if not {"?", "*"}.isdisjoint(name):
             return None
         is_quoted = find_scheme(shard.scheme).is_web or not find_scheme(self._scheme).is_web
-        return self._parse(name if is_quoted else quote(os.fsencode(name)))
+        return self.copy_named(name if is_quoted else quote(os.fsencode(name)))
 
-    def _parse(self, name: str) -> ShardURL:
+    def copy_named(self, name: str) -> ShardURL:
         base, endpoint = self.config.url.rstrip("/"), self.config.endpoint_url
         scheme = base.partition(":")[0].lower()
         return parse_url(f"{base}/{name}", endpoint=endpoint, allow_schemes={scheme})
 
+    def check(self, copy: ShardURL) -> None:
+        """Raise ShardNotFoundError if the whole store is missing, which no HEAD tells."""
+        try:
+            try_once(str(copy), lambda: self.origin.open(copy, 0, 1)).close()
+        except ShardNotFoundError as exn:
+            base = self.copy_named("x")
+            is_unmounted = base.is_local and not base.local_path.parent.is_dir()
+            if is_unmounted or NO_BUCKET in exn.message:
+                raise ShardNotFoundError(f"there is no {self.name}") from None
+        self._exists = True
+
     def _look(self, copy: ShardURL) -> tuple[ObjectInfo | None, bytes]:
-        """Return the version of a copy, None without one, and its sidecar, empty without one."""
+        """Return the version of a copy, None without one, and its sidecar, empty without one.
+
+        Raises the errors of `check`.
+        """
         copied, sidecar = None, b""
-        with contextlib.suppress(ShardNotFoundError):
+        try:
             copied = try_once(str(copy), lambda: self.origin.stat(copy))
+        except ShardNotFoundError:
+            if not self._exists:
+                self.check(copy)
+            return None, b""
+        with contextlib.suppress(ShardNotFoundError):
             beside = parse_url(f"{copy.raw}{_SIDECAR}", allow_schemes={self._scheme})
             opened = try_once(str(beside), lambda: self.origin.open(beside, 0, _MOST))
             sidecar = read_all(opened, _MOST)

@@ -201,6 +201,7 @@ class Retries:
 
     def _final(self, exn: TransientError, failures: int, is_patient: bool) -> TransferError:
         late, advice = self._is_late(0), "Check the endpoint and the network, then try again"
+        advice = "Run the command in a shell" if self._url.startswith("pipe:") else advice
         ended = f"{failures} attempt{'s' if failures != 1 else ''} failed"
         if not late and is_patient:
             ended = f"for {format_duration(self._limits.patience)}, the limit set by patience"

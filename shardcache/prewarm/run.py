@@ -323,7 +323,9 @@ class Pool:
         connections = self.cache.process.resources.connections
         # Two threads that wait for the interpreter need half as much processor time again as one.
         is_enough = self._is_small and not self._has_stalled and connections.near
-        return 1 if is_enough else connections.limit
+        # A thread that waits for another process's download needs no connection.
+        waiting = sum(download.is_waiting for download in list(self._running.values()))
+        return waiting + (1 if is_enough else connections.limit)
 
     def _is_waiting(self) -> bool:
         return os.lseek(self._position, 0, os.SEEK_CUR) < len(self._queue)

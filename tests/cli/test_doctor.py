@@ -207,6 +207,15 @@ def test_a_failing_credential_process_does_not_stop_the_doctor(ask, tmp_path, mo
     assert "no response" in of(ask(), "credentials", "fail")["found"]
 
 
+def test_each_upstream_is_asked(ask, s3, bucket, s3_environment, tmp_path, monkeypatch):
+    (tmp_path / "nas").mkdir()
+    stores = [f"{tmp_path}/nas", f"{tmp_path}/gone", f"s3://{bucket}/x", f"s3://{bucket}-gone/x"]
+    monkeypatch.setenv("SHARDCACHE_UPSTREAMS", ",".join(stores))
+    found = [row for row in ask() if row["check"] == "upstream"]
+    assert [row["level"] for row in found] == ["ok", "fail", "ok", "fail"]
+    assert [f"there is no {row['subject']}" in row["fix"] for row in found] == [False, True] * 2
+
+
 def test_dead_addresses_of_the_endpoint_are_named(ask, serve, monkeypatch):
     port = serve(answer("403 Forbidden"), most=9).server_address[1]
     stream, addresses = (socket.AF_INET, socket.SOCK_STREAM, 6, ""), ["127.0.0.1", "127.0.0.2"]

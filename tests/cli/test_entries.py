@@ -132,7 +132,7 @@ def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket, s3, tm
     s3.put(bucket, "empty", b"")
     run.out("path", "--fetch", f"s3://{bucket}/empty")
     assert run("rm", "-y", f"s3://{bucket}/empty") == (0, "removed 1 shard, 0 B\n", "")
-    assert run("rm", "-n", warm[0])[1].startswith("would remove 1 shard, ")
+    assert re.fullmatch(f"would remove 1 shard, .*\n  {warm[0]}  .*\n", run("rm", "-n", warm[0])[1])
     assert run.out("rm", "-y", *warm[:2]).startswith("removed 2 shards, ")
     assert f"error: {warm[0]} is not cached" in run.err("rm", "-y", warm[0], warm[2])
     (file := tmp_path / "here.tar").touch()
@@ -145,13 +145,15 @@ def test_rm_removes_cached_shards_and_names_the_others(run, warm, bucket, s3, tm
 
 def test_rm_keeps_shards_in_use_and_exits_6(run, warm, bucket, tmp_path):
     with Cache(tmp_path / "cache") as cache, cache.open(warm[0]):
-        assert "is pinned or being read" in run.err("rm", "-y", warm[0], code=6)
+        assert "is being read: `lsof " in run.err("rm", "-y", warm[0], code=6)
         found = run.json("rm", "-n", warm[0], warm[1], code=6)
     assert [row["state"] for row in found["shards"]] == ["in_use", "removed"]
     pinned = run("pin", f"s3://{bucket}/train-{{0000..0001}}.tar", "--for", "3d")
     assert pinned == (0, "pinned 2 shards for 3d\n", "")
     assert states(run) == ["pinned", "pinned", "ok", "ok"]
-    assert "shardcache unpin" in run.err("rm", "-y", warm[0], code=6)
+    assert run("pin", warm[0], "--for", "2d")[1].endswith("; this replaces the pins of 1 shard\n")
+    assert "0 s protects nothing" in run.err("pin", warm[0], "--for", "0", code=2)
+    assert "is pinned. Run `shardcache unpin` first." in run.err("rm", "-y", warm[0], code=6)
     removed, kept = run("clean", "--all", "-y")[1].splitlines()
     assert re.fullmatch(r"removed 2 shards, [\d.]+ KB on disk", removed)
     assert re.fullmatch(r"kept 2 shards, [\d.]+ KB on disk \(2 pinned\)", kept)

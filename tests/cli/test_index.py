@@ -5,6 +5,7 @@ import random
 import re
 import tarfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from shardcache import TarDataset
 from tests.support.clitools import SHARDS, Command
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import PATIENCE, wait_until
-from tests.support.tars import tar_of
+from tests.support.tars import sample_tar, tar_of
 
 
 @pytest.fixture
@@ -45,9 +46,11 @@ def test_a_failed_run_is_resumed_without_the_cache_and_with_a_damaged_journal(
     err = run.err("index", absent, spec, "-o", file, "-v", code=3)
     assert f"  failed  s3://{bucket}/absent-0.tar: not found" in err
     assert err.count("  failed  ") == 6 and not file.exists()
-    assert "6 shards could not be counted. Upload the missing shards, or " in err
+    text = f"6 shards could not be counted. The others are in {file}.partial. "
+    assert f"{text}Upload the missing shards, or " in err
     run.out("rm", "-y", "*.tar")
-    lines = [json.dumps([f"s3://{bucket}/train-0001.tar", number]) for number in (-7, 3.5)]
+    key = re.search(r'"(\w{32})"', Path(f"{file}.partial").read_text())[1]
+    lines = [json.dumps([key, "", number]) for number in (-7, 3.5)]
     with open(f"{file}.partial", "ab") as journal:
         journal.write("\n".join(["", *lines, "5", "null", '["x"]', ""]).encode() + b"\xff")
     s3.put(bucket, "train-0001.tar", data["train-0001.tar"])
@@ -55,6 +58,34 @@ def test_a_failed_run_is_resumed_without_the_cache_and_with_a_damaged_journal(
     run.out("index", spec, "-o", file)
     assert list(proxy.fetches()) == [f"{bucket}/train-0001.tar"]
     assert [row["nsamples"] for row in json.loads(file.read_text())["shardlist"]] == [20] * SHARDS
+
+
+def test_a_count_holds_for_one_version_at_one_endpoint(
+    run, spec, file, s3, bucket, data, proxy, set_variables
+):
+    absent = f"s3://{bucket}/absent.tar"
+    run.err("index", absent, spec, "-o", file, code=3)
+    s3.put(bucket, "train-0001.tar", sample_tar(1, 7))
+    run.out("prewarm", "--refresh", spec)
+    s3.put(bucket, "absent.tar", data["train-0000.tar"])
+    assert run.out("index", absent, spec, "-o", file).startswith("87 samples in 5 shards")
+    s3.client().delete_object(Bucket=bucket, Key="absent.tar")
+    run.out("rm", "-y", absent)
+    run.err("index", absent, spec, "-o", file, code=3)
+    set_variables(AWS_ENDPOINT_URL_S3=proxy.url.replace("127.0.0.1", "localhost"))
+    proxy.reset()
+    run.err("index", absent, spec, "-o", file, code=3)
+    assert len(proxy.fetches()) == 4  # of the other endpoint
+
+
+def test_files_that_a_data_set_would_not_know_and_shards_without_samples(
+    run, s3, bucket, file, s3_environment
+):
+    assert "let it end in .json" in run.err("index", "s3://b/a.tar", "-o", "foo.idx", code=2)
+    s3.put(bucket, "text.tar", b"no tar" * 99)
+    err = run.err("index", f"s3://{bucket}/text.tar", "-o", file, code=3)
+    assert "1 shard could not be counted. Pack and upload it again, or leave it out, and run" in err
+    assert not Path(f"{file}.partial").exists()
 
 
 ONE, TWO = (tar_of([(f"{key}.x", key.encode())], tarfile.USTAR_FORMAT) for key in "ab")

@@ -174,7 +174,7 @@ def test_batches_state_the_shards_of_all_parts_in_use(make):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_reads_the_samples_of_all_parts(make_cache, origin, workers, monkeypatch):
+def test_a_loader_reads_the_samples_of_all_parts(make_cache, origin, workers, monkeypatch, caplog):
     monkeypatch.setattr("shardcache.dataset.dataset._IDLE", 600)
     for part in ("web", "books"):
         origin.objects |= {f"s3://{part}/{n}.tar": sample_tar(n, 6) for n in range(3)}
@@ -197,6 +197,20 @@ def test_a_loader_reads_the_samples_of_all_parts(make_cache, origin, workers, mo
         assert Counter(url[5:8] for _, url, _ in batch) == {"web": 6, "boo": 2}
     if not workers:
         assert cache.stats().opens == 2 * 6  # counted, and then open: all are in the window
+    assert sum("the weights of a mixture" in text for text in caplog.messages) == 1  # of data[0]
+    with pytest.raises(ConfigError, match="pass it as batch_sampler=, not as sampler="):
+        next(iter(DataLoader(data, sampler=order)))
+
+
+def test_parts_of_a_data_set_keep_their_own_shards_open(make_cache, origin, monkeypatch):
+    monkeypatch.setattr("shardcache.dataset.dataset._IDLE", 600)
+    origin.objects |= {f"s3://web/{n}.tar": sample_tar(n, 20) for n in range(8)}
+    cache = make_cache()
+    halves = TarDataset("s3://web/{0..7}.tar", cache=cache).split([0.5, 0.5])
+    data = Mixture({str(n): (half, 1) for n, half in enumerate(halves)}, samples=2 * 60)
+    for batch in ShardBatchSampler(data, 4, shuffle=2):
+        data.__getitems__(batch)
+    assert cache.stats().opens <= 8 + 8 + 2  # counted, and read; an epoch of a half may begin again
 
 
 def test_a_part_that_drops_samples_keeps_the_others_in_place(make_cache, origin):

@@ -730,9 +730,13 @@ def test_a_state_that_only_workers_know_is_said(of_files, caplog):
     assert "the workers of a DataLoader know the position" in caplog.text
 
 
-def test_a_tracked_iteration_ends_when_a_state_is_loaded_or_an_epoch_set(of_files):
+def test_a_tracked_iteration_ends_when_a_state_is_loaded_or_an_epoch_set(of_files, caplog):
     dataset = of_files()
     state = saved(dataset)
+    dataset.load_state_dict(state)
+    dataset.set_epoch(1)
+    assert "set_epoch(1) leaves the position that was loaded" in caplog.text
+    dataset.set_epoch(0)
     for change, to in (dataset.load_state_dict, state), (dataset.set_epoch, 7):
         batches = dataset.track(batches_of(dataset))
         next(batches)
@@ -781,7 +785,8 @@ def test_a_state_that_no_pipeline_has_saved_is_refused_by_field(make):
     broken += [(name, {"epoch": 0, "workers": [each]}) for name, each in broken]
     broken += [("version", {"epoch": 0, "workers": 5}), ("version", {"epoch": 0, "workers": [{}]})]
     broken += [("epoch", {"epoch": 1, "workers": [state]}), ("epoch", {"workers": []})]
-    broken += [("not the state", each) for each in (None, {}, {"epoch": 0, "workers": [5]})]
+    others = None, {}, {"epoch": 0, "workers": [5]}, {"data": state}
+    broken += [("not the state", each) for each in others]
     for name, each in broken:
         with pytest.raises(ConfigError, match=name):
             dataset.load_state_dict(each)

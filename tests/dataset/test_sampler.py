@@ -93,6 +93,15 @@ def test_batches_out_of_order_have_no_state(make):
         sampler.state_dict(batch=1)
 
 
+def test_to_leave_a_loaded_position_is_logged(make, caplog):
+    sampler = make()
+    sampler.load_state_dict(make().state_dict(batch=2))
+    sampler.set_epoch(0)  # goes on
+    assert warnings(caplog) == [] and sampler.batch == 2
+    sampler.set_epoch(1)
+    assert warnings(caplog) == ["set_epoch(1) leaves epoch 0, whose state was loaded, at batch 2"]
+
+
 def test_an_iteration_begins_where_the_last_complete_one_or_a_state_ends(make):
     sampler, other = make(), make()
     first = read([sampler], 3)
@@ -180,6 +189,7 @@ def test_numbers_that_do_not_fit_name_those_that_do(make):
         ({"size": "48"}, "global_batch='48' is not"),
         ({"lanes": 2.0}, "lanes=2.0 is not"),
         ({"shuffle": -1}, "shuffle=-1 is not a whole number from 0"),
+        ({"shuffle": True}, "shuffle is a number of shards to mix"),
         ({"seed": None}, "seed=None is not"),
     ):
         with pytest.raises(ConfigError, match=text):

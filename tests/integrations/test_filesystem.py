@@ -16,7 +16,8 @@ import pytest
 from fsspec.callbacks import Callback
 from fsspec.implementations.dirfs import DirFileSystem
 
-from shardcache import ConfigError, default_cache
+from shardcache import AccessDeniedError, ConfigError, default_cache
+from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import BLOCK, PATIENCE, refusing, together
 from tests.support.tars import make_tar
 
@@ -43,6 +44,12 @@ def default(tmp_path):
 
 def named(bucket, *names):
     return [f"{bucket}/{name}" for name in names]
+
+
+def test_a_refusal_is_the_same_for_a_caller_that_repeats_it_with_anon(url, default, proxy):
+    proxy.script(Rule(Fault(answer=Answer(403, [], b"")), times=None))
+    with pytest.raises(AccessDeniedError):  # as by pandas
+        fsspec.open(url, anon=True).open()
 
 
 def test_open_and_cat_read_through_the_default_cache(url, default, proxy, tmp_path):
@@ -325,7 +332,9 @@ def test_wrong_options_and_chains_are_refused(memory, default):
     assert memory.open("/a.tar", block_size=1, cache_type="none", cache_options={}).read(1)
     with pytest.raises(ConfigError, match=r"sig=\*\*\* .* mode 'wb'"):
         fsspec.open("shardcache::https://h/k?sig=secret").fs.open("https://h/k?sig=secret", "wb")
-    with pytest.raises(ConfigError, match="URL of the origin"):
+    with pytest.raises(ConfigError, match=r"option 'key' .* go into a table .* such as s3="):
+        fsspec.filesystem("shardcache", target_protocol="memory", key="x").open("/a.tar")
+    with pytest.raises(ConfigError, match="URL of the origin .* target_protocol="):
         fsspec.filesystem("shardcache", skip_instance_cache=True)
     with pytest.raises(ConfigError, match="only fs="):
         fsspec.filesystem("shardcache", target_protocol="s3", fs=memory.fs)

@@ -81,6 +81,15 @@ def test_a_cluster_downloads_a_shard_from_its_origin_once(node, origin, nas, fil
     assert requests(origin) == before
 
 
+def test_a_store_that_is_missing_is_named_and_not_made(node, origin, tmp_path, caplog):
+    cache = node(writable(tmp_path / "unmounted"))
+    for number in range(3):
+        origin.objects[f"s3://lab/{number}.tar"] = DATA
+        cache.fetch(f"s3://lab/{number}.tar")
+    assert sum(f"there is no {tmp_path}/unmounted" in text for text in caches.warnings(caplog)) == 1
+    assert not (tmp_path / "unmounted").exists()
+
+
 def test_upstreams_are_tried_in_order_and_the_origin_last(node, origin, tmp_path):
     directories = [tmp_path / name for name in ("empty", "second", "third")]
     for directory, data in zip(directories[1:], (DATA, make_tar(9, members=2)), strict=True):
@@ -327,6 +336,7 @@ def test_a_copy_that_is_not_written_is_not_visible_and_fails_no_prewarm(
 
     real, renamed = Path.replace, []
     monkeypatch.setattr(Path, "replace", lambda new, old: renamed.append(old) or real(new, old))
+    (tmp_path / "other").mkdir()
     with node(writable(tmp_path / "other")) as cache:
         cache.open(URL).read()
         end_all()  # as at the exit

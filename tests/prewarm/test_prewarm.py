@@ -16,7 +16,7 @@ from shardcache.prewarm import Finished, Planned, Started, Stopped
 from shardcache.prewarm.plan import same_version
 from shardcache.process import ProcessCache
 from tests.support.fakes import Fault
-from tests.support.storetools import PATIENCE, damage, refusing, room, wait_until
+from tests.support.storetools import PATIENCE, damage, refusing, room, taken, wait_until
 from tests.support.tars import make_tar
 
 #: Bytes of a shard that `fill` makes.
@@ -230,6 +230,22 @@ def test_threads_are_added_only_while_the_interpreter_is_idle(
     origin.faults.extend([Fault(after=10**9, before=respond)] * 90)
     make_cache().prewarm(fill(names(90)))
     assert added.is_set() == idle
+
+
+@pytest.mark.locks_work
+def test_shards_that_others_download_hold_up_no_others(make_cache, listed, fill):
+    cache, urls, ended = make_cache(lock_timeout=PATIENCE), fill(names(40)), []
+    layout = cache.process.prepare().layout
+    locks = [taken(layout.key_lock(cache.parse(url).key)) for url in urls[:4]]
+
+    def release(event):
+        ended.extend([str(event.shard)] if isinstance(event, Finished) else [])
+        if len(ended) == 36:
+            for lock in locks:
+                lock.release()
+
+    assert outcomes(cache.prewarm(urls, on_event=release)) == 40 * "."
+    assert {*ended[36:]} == {*urls[:4]}
 
 
 def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, no_threads):

@@ -356,7 +356,7 @@ def _print(
     for row in rows:
         if row["state"] in errors:
             console.error(f"{row['url']} {errors[row['state']]}")
-    if name == "rm" and any(row["state"] in ("in_use", "pinned") for row in rows):
+    if any(row["state"] in ("in_use", "pinned") for row in rows):
         return ExitCode.BUSY
     return ExitCode.FAILED if any(row["state"] in errors for row in rows) else ExitCode.DONE
 
@@ -435,22 +435,19 @@ def pin_command(invocation: Invocation, specs: tuple[str, ...], seconds: float |
     with invocation.cache() as cache:
         before = cache.pins()
         shards = cache.pin(specs, seconds)
-        missing = [shard for shard in shards if shard not in cache]
-        advice = _advice(cache, missing)
-    rows = [
-        {"url": str(shard), "state": "not_cached" if shard in missing else "cached"}
-        for shard in shards
-    ]
-    absent, again = len(missing), sum(shard.key in before for shard in shards)
-    again = 0 if seconds is None else again
+        states = ["cached" if shard in cache else "not_cached" for shard in shards]
+        rows = [{"url": str(s), "state": state} for s, state in zip(shards, states, strict=True)]
+        advice = _advice(cache, [s for s in shards if s not in cache])
+    absent, again = states.count("not_cached"), sum(shard.key in before for shard in shards)
     text = f"pinned {counted(len(rows), 'shard')} "
     text += "until unpinned" if seconds is None else f"for {exact_duration(seconds)}"
     if absent:
         text += f"; {absent:,} not cached yet, and kept once fetched"
-    text += f"; this replaces the pins of {counted(again, 'shard')}" if again else ""
-    for url, each in advice.items():
-        if each:
-            invocation.console.hint(f"{url}: {each}")
+    if again and seconds is not None:
+        text += f"; this replaces the pins of {counted(again, 'shard')}"
+    for url, hint in advice.items():
+        if hint:
+            invocation.console.hint(f"{url}: {hint}")
     summary = {"pinned": len(rows), "not_cached": absent, "seconds": seconds}
     return _print(invocation.console, "pin", rows, text, {}, summary)
 

@@ -25,7 +25,9 @@ from shardcache.urls import ShardURL
 @command("index")
 @cli.skip_missing_option
 @flag("--check", help="Write nothing; check that FILE states the right numbers (exit 4 if not).")
-@click.option("-o", "--output", "file", required=True, type=cli.FILE, help="The index file, NAME.json.")
+@click.option(
+    "-o", "--output", "file", required=True, type=cli.FILE, help="The index file, NAME.json."
+)
 @click.argument("specs", nargs=-1, metavar="[SPEC]...")
 @cli.store_options
 def index_command(

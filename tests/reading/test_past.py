@@ -114,6 +114,7 @@ def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, fail_files, 
 def copy(make_cache, origin, tmp_path):
     """A copy of the shard on a NAS, written by another node."""
     origin.objects[URL] = DATA
+    (tmp_path / "nas").mkdir(exist_ok=True)
     place = {"url": str(tmp_path / "nas"), "write_back": True}
     with make_cache(dir=tmp_path / "first", upstreams=[place]) as cache:
         read(cache)

@@ -54,6 +54,7 @@ class World:
         if self.has("tiers"):
             self.options["tiers"] = [{"dir": self.ram, "max_size": int(1.5 * one), "min_free": 0}]
         if self.has("upstream"):
+            (path / "nas").mkdir()
             self.options["upstreams"] = [{"url": str(path / "nas"), "write_back": True}]
         self.stored = min(3, ROOM[settings["room"]] + self.has("tiers")) * (not self.has("mount"))
         self.urls = [f"s3://{bucket}/{name}.tar" for name in (0, 1, 2, "late")]

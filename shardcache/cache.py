@@ -35,7 +35,7 @@ from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Entry, Opened, Store, open_first
 from shardcache.threads import lazy, no_fork
 from shardcache.units import parse_duration
-from shardcache.urls import ShardURL, advise_brackets, find_scheme, refuse_in_place, unexpanded
+from shardcache.urls import ShardURL, advise_name, find_scheme, refuse_in_place, unexpanded
 
 if TYPE_CHECKING:
     from shardcache.origins.listing import Selection
@@ -412,7 +412,7 @@ class Cache:
 
     def _not_found(self, selection: Selection, kind: str = "") -> ShardNotFoundError:
         text = f"{selection.text}: nothing{kind} in {self.dir} matches. See `shardcache ls`."
-        text += advise_brackets(selection.text)
+        text += advise_name(selection.text)
         return ShardNotFoundError(text, url=selection.text)
 
     def clean(

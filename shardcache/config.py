@@ -202,7 +202,8 @@ def _tables(value: object, cls: Any) -> tuple[Any, ...]:
 
     def parsed(item: Any) -> Any:
         if isinstance(item, str | Path):
-            return cls(*str(item).strip().split("=", 1 if cls is TierOption else 0))
+            parts = str(item).split("=", 1) if cls is TierOption else [item]
+            return cls(*(str(part).strip() for part in parts))
         return item if isinstance(item, cls) else cls(**item)
 
     try:
@@ -324,6 +325,8 @@ class TierOption:
 
     def __post_init__(self) -> None:
         _parse_fields(self)
+        if size := re.fullmatch(r"(.+):([0-9.]+ ?[kKMGTPi]*B?|[0-9]+%)", str(self.dir)):
+            raise ConfigError(f"tiers: write {size[1]}={size[2]} in place of {self.dir}.")
 
     def __str__(self) -> str:
         return str(self.dir) if self.max_size is None else f"{self.dir}={self.max_size}"

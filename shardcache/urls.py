@@ -238,8 +238,10 @@ def refuse_in_place(shard: ShardURL, cache_local: bool) -> None:
         raise ConfigError(f"{path} {text} {advise_scheme(shard, advice)}", url=str(shard))
 
 
-def advise_brackets(text: str) -> str:
+def advise_name(text: str) -> str:
     """Return advice for a name that nothing has: brackets are a pattern in shells, but not here."""
+    if text[-1:].isspace():
+        return " It ends with a space."
     return " Brackets are no pattern: write {a,b} or {0..9}." if re.search(r"\[.+\]", text) else ""
 
 

@@ -140,6 +140,11 @@ def test_files_have_tables_and_sizes_with_units(home):
     assert config.scheme_options("gs") == {"token": "anon"}
 
 
+def test_blanks_around_the_size_of_a_tier_do_not_matter():
+    (tier,) = Config(DIR, tiers=" /ram = 5GB ").tiers
+    assert (tier.dir, tier.max_size) == (Path("/ram"), Limit(5 * 10**9))
+
+
 def test_all_options_of_s3fs_are_known():
     known = inspect.signature(s3fs.S3FileSystem.__init__).parameters
     assert {*known} - {"self", "kwargs"} <= S3_OPTIONS
@@ -154,6 +159,7 @@ TIERS = [
 #: Options that are refused, and a part of the message.
 REFUSED: list[tuple[dict[str, object], str]] = [
     *(({"tiers": tiers}, "tiers") for tiers in TIERS),
+    ({"tiers": "/ram:10MB"}, r"tiers: write /ram=10MB in place of /ram:10MB\."),
     ({"tiers": TIERS[3]}, r"\(a table has the keys dir, max_size, min_free\)"),
     ({"dir": "${EMPTY}/x"}, f"{DIR_IS}EMPTY, which is not set"),
     ({"dir": "~no-such-user/x"}, f"{DIR_IS}is in an unknown home directory"),

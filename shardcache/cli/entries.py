@@ -28,7 +28,7 @@ from shardcache.store.entry import Entry
 from shardcache.store.partial import in_flight, read_journal
 from shardcache.tiers import lock_layout
 from shardcache.units import counted, exact_duration, format_age, format_bytes
-from shardcache.urls import ShardURL, advise_brackets, advise_scheme
+from shardcache.urls import ShardURL, advise_name, advise_scheme
 
 _SORTED_BY = ("url", "size", "used", "fetched", "state")
 #: The fields of a shard, all unknown.
@@ -117,7 +117,7 @@ def ls_command(
     for selection in selections:
         if not any((row["url"] or "") in selection for row in matching):
             show = console.hint if matching else console.error
-            advice = advise_brackets(selection.text)
+            advice = advise_name(selection.text)
             show(f"{selection.text}: nothing in {cache.dir} matches.{advice}")
     summary |= {"matching": len(matching), "shown": len(printed)}
     console.object("ls", **{"prefixes" if by else f"{noun}s": printed}, summary=summary)
@@ -232,7 +232,7 @@ def _other_endpoint(cache: Cache, key: str, url: str) -> str | None:
 
 def _advice(cache: Cache, absent: Iterable[ShardURL]) -> dict[str, str]:
     """Return advice about shards that are not cached, by URL."""
-    advice = {str(s): advise_scheme(s, advise_brackets(str(s)).lstrip()) for s in absent}
+    advice = {str(s): advise_scheme(s, advise_name(str(s)).lstrip()) for s in absent}
     for url, endpoint in other_copies(cache, advice).items():
         where = f"Its copy came from another endpoint ({endpoint})."
         advice[url] = f"{where} Set it, or name the copy by a pattern, such as '{url}*'."

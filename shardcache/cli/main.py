@@ -164,7 +164,11 @@ class Invocation:
         from shardcache.cache import Cache
         from shardcache.store.root import check_usable, is_cache, require_cache
 
-        config, sources = loaded or self.loaded_with_job_limits()
+        if loaded is None:
+            loaded = self.loaded_with_job_limits()
+            if not existing:  # it may store shards
+                self.show_job_limits(loaded, [])
+        config, sources = loaded
         if existing:
             require_cache(config.dir)
         elif not is_cache(config.dir):

@@ -227,15 +227,19 @@ def _print_hints(console: Console, report: PrewarmReport, options: Mapping[str, 
     elif report.not_started and (console.quiet or console.json):
         shards = counted(report.not_started, "shard")
         console.warning(f"{shards} not done because {report.stopped.why}")
+    unlisted = [r.url for r in report.plan.to_fetch if r.size is None]
+    if options["dry_run"] and 0 < len(unlisted) < len(report.plan.to_fetch):
+        for line in console.reasons(dict.fromkeys(unlisted, "not listed at the origin")):
+            console.hint(f"  {line}")
     if report.count(Outcome.LEFT_OUT):
         console.hint("  Reading the shards left out evicts cached ones, unless they are pinned.")
-    # If a missing shard has no suffix of a tar archive, the user may have meant a prefix.
+    # If the name of a missing shard has no suffix, the user may have meant a prefix.
     for result in report.results:
         is_absent = isinstance(result.error, ShardNotFoundError) or (
             result.outcome is Outcome.MISSING and result.size is None  # in a dry run
         )
-        is_archive = SHARD.search(result.url.partition("?")[0])
-        if is_absent and not is_archive and is_pattern(f"{result.url}/"):
+        has_suffix = "." in result.url.partition("?")[0].rpartition("/")[2]
+        if is_absent and not has_suffix and is_pattern(f"{result.url}/"):
             console.hint(f"  For all shards below {result.url}, write {result.url}/")
             return
 

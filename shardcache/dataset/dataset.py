@@ -348,6 +348,8 @@ class TarDataset:
             last = samples[len(samples) - operator.length_hint(left) - 1]
             url = shown_url(str(last.get("__url__")))
             exn.add_note(f"in the stages, at {last.get('__key__')} of {url}")
+            if "iterator" in str(exn):
+                exn.add_note("a stage gets an iterator of samples: write wds.map(f) for a function")
             raise
         if samples and not batch:
             shards = dict.fromkeys(self.locate(index)[0] for index in indices)

@@ -111,6 +111,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         # Epochs, and samples taken from each lane: where the next iteration begins, and where the
         # last one is. A DataLoader requests batches ahead, so these may differ.
         self._start = self._taken = 0, 0
+        self._is_loaded = False  # whether the next iteration begins where a state says
         self._is_checked = False  # whether `_check_room` was called
         self._is_in_order = True  # whether the last DataLoader keeps the order of the batches
         # None: the ranks are not compared
@@ -142,9 +143,9 @@ class ShardBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if it is the unfinished one."""
         if (epoch := checked_int("epoch", epoch, 0)) != self._start[0]:
-            if self._start[1] and self._start == self._taken:
-                text = "set_epoch(%d) leaves epoch %d, whose state was loaded, at batch %d"
-                logger.warning(text, epoch, self._start[0], self.batch)
+            if self._is_loaded:
+                text = "set_epoch(%d) leaves the position that was loaded: epoch %d, batch %d"
+                logger.warning(text, epoch, self.epoch, self.batch)
             self._start = self._taken = epoch, 0
         elif epoch != self._taken[0]:
             self._taken = self._start
@@ -160,6 +161,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         if (self.rank, self.world_size) != self._ranks():  # since the sampler was made
             self._arrange(self.order.lanes, self.shuffle)
         self._compare_ranks()
+        self._is_loaded = False
         return _Iteration(self, *self._start)
 
     # -- states --------------------------------------------------------------------
@@ -190,6 +192,7 @@ class ShardBatchSampler(Sampler[list[int]]):
             ConfigError: the state has other shards, other options or impossible numbers.
         """
         epoch, taken = self._restore(state)
+        self._is_loaded = True
         self._start = self._taken = (epoch, taken) if self._batches(taken) else (epoch + 1, 0)
 
     def _state(self, epoch: int, taken: int) -> dict[str, int | str]:

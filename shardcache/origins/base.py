@@ -17,7 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardcache.errors import AccessDeniedError, ConfigError, ShardNotFoundError
-from shardcache.urls import ShardURL, advise_brackets, advise_scheme, unexpanded
+from shardcache.urls import ShardURL, advise_name, advise_scheme, unexpanded
 
 if TYPE_CHECKING:
     import socket
@@ -123,7 +123,7 @@ def refusal(
         if shard.scheme == "s3" and "NoSuchBucket" in reason:
             text = f"{shard}: {NO_BUCKET} {shard.bucket_and_key()[0]} ({reason}). "
             text += "Check the name and the endpoint."
-        return ShardNotFoundError(f"{text}{advise_brackets(str(shard))}", url=str(shard))
+        return ShardNotFoundError(f"{text}{advise_name(str(shard))}", url=str(shard))
     if status == 407:
         hint = "the proxy demands a login; check http_proxy and https_proxy"
     if status in (401, 403, 407):

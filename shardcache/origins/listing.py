@@ -20,7 +20,15 @@ from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError, S
 from shardcache.faults import ignoring
 from shardcache.origins.resolve import Origins
 from shardcache.origins.retry import RetryLimits
-from shardcache.urls import CREDENTIAL, ShardURL, find_scheme, parse_url, refuse_in_place, shown_url
+from shardcache.urls import (
+    CREDENTIAL,
+    ShardURL,
+    advise_name,
+    find_scheme,
+    parse_url,
+    refuse_in_place,
+    shown_url,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +202,8 @@ class Listing:
         if not urls:
             what = "no shards below it" if pattern.endswith("/") else "nothing matches"
             raise ShardNotFoundError(
-                f"{shown_url(pattern)}: {what}. Check the spelling and the endpoint.",
+                f"{shown_url(pattern)}: {what}. Check the spelling and the endpoint."
+                f"{advise_name(pattern)}",
                 url=shown_url(pattern),
             )
         return urls
@@ -230,7 +239,7 @@ class Listing:
 
         S3 takes about one request per thousand objects in the folders of the shards, up to a limit.
         If a listing fails or is forbidden, the remaining sizes are missing from the result; the
-        reason is logged at ``level``.
+        reason is logged at ``level``. With WARNING, a failure is raised.
         """
         keys = {str(shard): shard.key for shard in shards if not shard.options}
         folders: dict[ShardURL, list[str]] = {}
@@ -255,6 +264,8 @@ class Listing:
                 if left <= 0:
                     break
         except ShardCacheError as exn:  # the next folder would fail as well
+            if level >= logging.WARNING and not isinstance(exn, AccessDeniedError):
+                raise  # a plan alone must not hide that nothing could be downloaded
             logger.log(level, "planning without the sizes of shards: %s", exn)
         sizes = {key: self._sizes[url] for url, key in keys.items() if url in self._sizes}
         for shard in shards:

@@ -208,14 +208,14 @@ class _Upstream:
         return parse_url(f"{base}/{name}", endpoint=endpoint, allow_schemes={scheme})
 
     def check(self, copy: ShardURL) -> None:
-        """Raise ShardNotFoundError if the whole store is missing, which no HEAD tells."""
+        """Raise ConfigError if the whole store is missing, which no HEAD tells."""
         try:
             try_once(str(copy), lambda: self.origin.open(copy, 0, 1)).close()
         except ShardNotFoundError as exn:
             base = self.copy_named("x")
             is_unmounted = base.is_local and not base.local_path.parent.is_dir()
             if is_unmounted or NO_BUCKET in exn.message:
-                raise ShardNotFoundError(f"there is no {self.name}") from None
+                raise ConfigError(f"there is no {self.name}") from None
         self._exists = True
 
     def _look(self, copy: ShardURL) -> tuple[ObjectInfo | None, bytes]:
@@ -267,7 +267,7 @@ class _Upstream:
             return
         cause = exn.__cause__ if isinstance(exn, TransferError) else None
         reason = redact(str(cause or exn))
-        if not self._breaker.failed():
+        if not self._breaker.failed(at_once=isinstance(exn, ConfigError)):
             logger.info("the upstream %s: %s", self.name, reason)
             return
         level = logging.WARNING if self._is_new(f"upstream-{self.name}") else logging.INFO

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,7 +154,7 @@ def make_plan(
     """Compare the wanted shards, each once, with the cache, and return what to download."""
     refresh, best_effort = options.get("refresh"), options.get("best_effort")
     sources = (options.get("sources") if options.get("dry_run") else None) or {}
-    wanted = {shard.key for shard in shards}
+    wanted = {shard.key: shard for shard in shards}
     entries = list(cache.entries())
     stored = {entry.key for entry in entries}
     process = cache.process
@@ -167,7 +167,7 @@ def make_plan(
     errors = {key: result for key, result in pairs if isinstance(result, Exception)}
     outdated = {key: old for key, old in pairs if old and not isinstance(old, Exception)}
     current = (e for e in entries if e.key in wanted and e.version not in outdated.get(e.key, ()))
-    cached = {entry.key: entry for entry in current}
+    cached = {e.key: e for e in current if e.has_data(wanted[e.key].basename)}
     missing = [s for s in shards if s.key not in cached and s.key not in errors]
     level = logging.WARNING if options.get("dry_run") else logging.INFO
     needs_sizes = missing and not options.get("check")
@@ -289,7 +289,7 @@ def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:
 
 
 def _room(
-    tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: set[str]
+    tier: Tier, flights: list[InFlight], entries: list[Entry], wanted: Collection[str]
 ) -> tuple[int, int, int]:
     """Return the disk, and the free bytes of the tier (below zero over its limits) and the disk."""
     config, space = tier.config, tier.space

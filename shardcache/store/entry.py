@@ -73,6 +73,13 @@ class Entry(NamedTuple):
     def path(self) -> Path:
         return Path(self.directory)
 
+    def has_data(self, basename: str) -> bool:
+        """Return whether the data file has the name and the size of the shard."""
+        try:
+            return os.lstat(f"{self.directory}/{basename}").st_size == self.size
+        except system_error():
+            return False
+
     def metadata(self) -> Metadata:
         """Read the sidecar. Raises OSError if the entry is gone, and DamagedError."""
         try:

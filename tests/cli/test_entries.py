@@ -222,7 +222,7 @@ def test_brackets_are_said_to_be_no_pattern(run, warm, bucket):
     lines = [
         f"{name} {spec}" for name in ("ls", "path", "rm -y", "verify") for spec in (url, pattern)
     ]
-    for line in *lines, f"path --fetch {url}", f"prewarm {url}":
+    for line in *lines, f"path --fetch {url}", f"prewarm {url}", f"prewarm {url}*":
         code, _, err = run(*line.split())
         assert code and err.count("Brackets are no pattern: write {a,b}") == 1, (line, err)
     assert run("ls", "none.tar")[2].endswith("matches.\n")

@@ -102,6 +102,8 @@ def test_check_sends_no_request_and_names_what_is_missing_or_too_much(
     assert re.search(r"nothing to fetch; [\d.]+ KB over the limits, which", out)
     run("rm", "-y", warm[3])
     assert run.err("prewarm", "--check", spec, code=4) == f"  failed  {warm[3]}: not cached\n"
+    os.truncate(run.out("path", warm[2]).strip(), 9)
+    assert f"  failed  {warm[2]}: not cached\n" in run.err("prewarm", "--check", spec, code=4)
     _, out, err = run("prewarm", "--check", f"s3://{bucket}/none-{{0..9}}.tar")
     assert "0 cached, 10 to fetch (sizes unknown)" in out and proxy.requests() == []
     first, more = err.splitlines()
@@ -126,7 +128,15 @@ def test_a_prefix_without_its_slash_is_suggested_with_it(run, bucket, s3_environ
     assert hint in run.err("prewarm", f"s3://{bucket}/train", f"s3://{bucket}/absent.tar", code=3)
     _, out, err = run("prewarm", f"s3://{bucket}/train", "-n")  # without a request for the shard
     assert "(sizes unknown)" in out and out.endswith("some may not exist\n") and hint in err
-    assert "there is no bucket absent" in run("prewarm", "-n", "s3://absent/a.tar")[2]
+    assert "there is no bucket absent" in run.err("prewarm", "-n", "s3://absent/a.tar", code=1)
+
+
+def test_a_plan_names_shards_that_are_not_listed(run, spec, bucket):
+    wrong = f"s3://{bucket}/train-0001.tra"
+    err = run.err("prewarm", "-n", spec, wrong, code=0)
+    assert err.count("not listed at the origin") == 1 and f"{wrong}: not listed" in err
+    assert "For all shards below" not in err
+    assert "It ends with a space." in run.err("prewarm", f"s3://{bucket}/train-0001.tar ", code=3)
 
 
 def test_path_prints_just_a_path_and_downloads_on_request(run, spec, bucket, data, tmp_path):

@@ -140,6 +140,9 @@ def test_stages_run_on_a_batch(make_cache):
     with pytest.raises(ZeroDivisionError) as caught:
         divided.__getitems__([4, 9, 5])
     assert caught.value.__notes__ == [f"in the stages, at {KEYS[9]} of {URL}"]
+    with pytest.raises(TypeError) as caught:
+        data(lambda sample: {**sample})[0]
+    assert "write wds.map(f)" in caught.value.__notes__[1]
     with pytest.raises(ConfigError, match="at least one shard"):
         TarDataset([], cache=cache)
     with pytest.raises(ConfigError, match=r"batched cannot be a stage.*DataLoader"):

@@ -99,7 +99,10 @@ def test_to_leave_a_loaded_position_is_logged(make, caplog):
     sampler.set_epoch(0)  # goes on
     assert warnings(caplog) == [] and sampler.batch == 2
     sampler.set_epoch(1)
-    assert warnings(caplog) == ["set_epoch(1) leaves epoch 0, whose state was loaded, at batch 2"]
+    sampler.load_state_dict(make().state_dict(batch=18))  # that of the next epoch
+    sampler.set_epoch(0)
+    text = "set_epoch({}) leaves the position that was loaded: epoch {}, batch {}"
+    assert warnings(caplog) == [text.format(1, 0, 2), text.format(0, 1, 0)]
 
 
 def test_an_iteration_begins_where_the_last_complete_one_or_a_state_ends(make):

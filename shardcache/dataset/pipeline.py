@@ -66,7 +66,8 @@ _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a 
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
-_BLIND = {*_SHUFFLES, filters.slice.f, getattr(webdataset.compat, "check_empty", None)}
+_CHECK = getattr(webdataset.compat, "check_empty", None)
+_BLIND = {*_SHUFFLES, filters.slice.f, _CHECK}
 _READERS = [wds.tar_files, wds.group_files]  # of opened archives
 _RERAISE = None, wds.reraise, filters.reraise_exception
 #: Stages without a buffer of samples, once `_batched` has replaced ``batched``.
@@ -580,6 +581,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             stage.epoch += turn
         elif kind is filters.batched.f:
             return FilterFunction(_batched, *stage.args, **stage.kw)
+        elif kind is _CHECK:
+            return lambda data: chain(stage(islice(data := iter(data), 1)), data)  # quicker
         return stage
 
     def _plan(self) -> tuple[int, int, bool]:

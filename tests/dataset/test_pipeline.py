@@ -402,6 +402,15 @@ def test_the_end_of_an_epoch_without_a_further_sample_is_the_end(make):
         assert keys(two) == keys(one)
 
 
+@pytest.mark.skipif(BEFORE_1_0, reason="WebDataset does not check for samples")
+def test_an_epoch_without_samples_is_an_error_of_webdataset(make, origin):
+    resumed(make, empty_check=True)
+    origin.objects["s3://lab/empty.tar"] = tar_of({})
+    for resume in True, False:
+        with pytest.raises(ValueError, match="No samples found"):
+            list(make(urls=["s3://lab/empty.tar"], empty_check=True, resume=resume))
+
+
 @pytest.mark.parametrize("packed", [bytes, gzip.compress])
 @pytest.mark.parametrize("stages", [*permutations((wds.shuffle(9), wds.map(key_of)))])
 def test_another_number_of_samples_is_refused(make, make_cache, origin, stages, packed):

@@ -24,7 +24,13 @@ from shardcache.clock import boot_id
 from shardcache.config import __version__
 from shardcache.download.download import PASSING, Download
 from shardcache.download.transfer import CopyError, Resources, Transfer
-from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError, TransferError
+from shardcache.errors import (
+    CacheFullError,
+    IntegrityError,
+    LockTimeoutError,
+    ShardCacheError,
+    TransferError,
+)
 from shardcache.faults import FULL, ignoring, is_disk_fault, is_local_error, system_error
 from shardcache.files import is_directory, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
@@ -451,8 +457,12 @@ class Worker:
                 with tier.space.reserved(shard, size, policy, exists=True):
                     return partial
             except BaseException as exn:
-                (partial.discard if is_local_error(exn) else partial.close)()
-                raise
+                # If a faster tier is full, the download begins anew, perhaps in another one.
+                is_last = tier is self._directories.tiers[-1]
+                is_refused = isinstance(exn, CacheFullError) and not is_last
+                (partial.discard if is_refused or is_local_error(exn) else partial.close)()
+                if not is_refused:
+                    raise
         return None
 
     def _reserve(self, info: ObjectInfo, source: Path | None = None, digest: str = "") -> Partial:

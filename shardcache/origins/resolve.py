@@ -197,7 +197,7 @@ class _Upstream:
         parts = name.split("/")
         if any(part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME for part in parts):
             return None
-        if not {"?", "*"}.isdisjoint(name):
+        if not set("?*{").isdisjoint(name):  # such a name may be a pattern
             return None
         is_quoted = find_scheme(shard.scheme).is_web or not find_scheme(self._scheme).is_web
         return self.copy_named(name if is_quoted else quote(os.fsencode(name)))

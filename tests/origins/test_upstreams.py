@@ -254,13 +254,14 @@ def test_a_damaged_copy_that_is_streamed_is_an_error(node, nas, filled, fail_fil
     "url",
     [
         *("s3://lab/../x.tar", "s3://lab/a//b.tar", "s3://lab/./b.tar"),
-        *("s3://lab/b.tar?versionId=7", f"s3://lab/{'x' * 201}.tar"),
+        *("s3://lab/b.tar?versionId=7", f"s3://lab/{'x' * 201}.tar", "s3://lab/c{0..2}.tar"),
     ],
 )
-def test_keys_that_are_no_safe_paths_are_not_copied(node, origin, nas, url):
+def test_keys_that_are_no_safe_paths_are_not_copied(node, origin, nas, url, caplog):
     origin.objects[url] = DATA
     with node(writable(nas)) as cache:
         assert cache.open(url).read() == DATA
+    assert "not using the upstream" not in caplog.text
     assert sorted(p.name for p in (*nas.iterdir(), *nas.parent.iterdir())) == ["nas", "node-0"]
 
 

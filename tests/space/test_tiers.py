@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -43,6 +44,27 @@ def cli(shop: Shop, *words: str, **environment: str) -> str:
     code, text = command("--dir", shop.path, *words, SHARDCACHE_CACHE_LOCAL="1", **environment)
     assert code == 0, text
     return text
+
+
+def test_a_killed_download_whose_tier_is_full_begins_anew_in_the_next(make_cache, origin, ram):
+    urls = [f"s3://lab/{name}.tar" for name in "abx"]
+    origin.objects |= {url: make_tar(n, members=1, size=MIB) for n, url in enumerate(urls)}
+
+    def cache(size: int) -> Cache:
+        return make_cache(tiers=[{"dir": ram, "min_free": 0, "max_size": size * MIB}])
+
+    for url in urls[:2]:
+        cache(10).fetch(url)
+    cache(10).pin(urls[:2])
+    if not (pid := os.fork()):
+        origin.hold(after=MIB)
+        cache(10).open(urls[2]).read(MIB // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with cache(5) as full:
+        assert [full.open(url).read() == origin.objects[url] for url in urls] == [True] * 3
+        assert [tier(full, ram, url) for url in urls] == ["ram", "ram", "home"]
+        assert not list(ram.glob("v1/partial/*"))
 
 
 @needs_root

@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 #: Shards that a process keeps open, but never more than a quarter of the files that it may open.
 _OPEN = 1024
-#: Seconds without a read after which a shard is closed, so that it may be evicted. A worker that
-#: needs a shard less often can afford to open it again, which takes 50 us.
+#: Seconds without a read after which a shard is closed as soon as another one is opened, so that
+#: it may be evicted. A worker that needs a shard less often can open it again, which takes 50 us.
 _IDLE = 0.5
 #: Seconds after which a shard that was refused is requested again.
 _REPEATED = 60.0

@@ -457,7 +457,7 @@ class Worker:
                 with tier.space.reserved(shard, size, policy, exists=True):
                     return partial
             except BaseException as exn:
-                # If a faster tier is full, the download begins anew, perhaps in another one.
+                # If a faster tier is full, begin anew: another tier may have room.
                 is_last = tier is self._directories.tiers[-1]
                 is_refused = isinstance(exn, CacheFullError) and not is_last
                 (partial.discard if is_refused or is_local_error(exn) else partial.close)()

@@ -89,14 +89,9 @@ class Origins:
 
     def close_idle(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open; return how many are open."""
-        count, origins = (
-            0,
-            [*self._made.values(), *(upstream.origin for upstream in self._upstreams)],
-        )
-        transports = [origin.transport for origin in origins if origin.transport is not None]
-        for transport in sorted(
-            transports, key=lambda upstream: -upstream.used
-        ):  # the last one keeps most
+        origins = [*self._made.values(), *(upstream.origin for upstream in self._upstreams)]
+        transports, count = [o.transport for o in origins if o.transport is not None], 0
+        for transport in sorted(transports, key=lambda t: -t.used):  # the last one keeps most
             count += transport.close_idle(max(0, most - count))
         return count
 

@@ -240,7 +240,7 @@ def test_a_plain_loader_continues_in_the_seventh_epoch(of_files):
     two.load_state_dict(saved(one))
     rest, following = [*batches], [*one.track(loader)]
     assert one.epoch == 9  # the workers have begun two epochs
-    del batches, loader  # ends the workers now, which the garbage collector does after 10 s
+    del batches, loader  # ends the workers now; the garbage collector would take 10 s
     loader = DataLoader(two, 4, num_workers=2, **options)
     # Batches of several workers may come in another order.
     assert sorted([*first, *two.track(loader)]) == sorted(first + rest)

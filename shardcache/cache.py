@@ -232,8 +232,8 @@ class Cache:
         ``shardcache import --help``. Raises the errors of `pinned`; IntegrityError if the shard is
         cached with other bytes, or if no checksum or ETag shows that the file is the object.
         """
-        source = Path(file).resolve(strict=True)
-        download = Download(self.process.downloads, self.parse(url), source=source)
+        path = Path(file).resolve(strict=True)
+        download = Download(self.process.downloads, self.parse(url), file=path)
         with contextlib.closing(self.process.fetch(download)) as opened:
             return opened.entry
 

@@ -49,7 +49,7 @@ _CREDENTIALS = (
 )
 #: Options of filesystems, and fields of Azure's connection strings, that name a server, an account,
 #: an archive or a revision.
-_PLACES = (
+_SERVER_OPTIONS = (
     r"(?i)(account|share|store)_?(host|name)|(base_)?url|drive|(blob)?endpoint(_?suffix|_url)?|"
     r"fo|gist_id|host(name)?|instance|org|path|port|ref|region|repo|rev(ision)?|server|sha|"
     r"target_protocol"
@@ -438,18 +438,18 @@ class Config:
         is_given = scheme == "s3" and self.endpoint_url
         return {**options, "endpoint_url": self.endpoint_url} if is_given else options
 
-    def places(self) -> dict[str, str]:
+    def servers(self) -> dict[str, str]:
         """Return the options that name a server or an account, by scheme, without secrets."""
-        places = {}
+        servers = {}
         for scheme in (*self.storage_options, *_VARIABLES):
             named = dict(self.scheme_options(scheme))
             for name, variable in _VARIABLES.get(scheme, {}).items():
                 named[name] = named.get(name) or os.environ.get(variable)
             named |= re.findall(r"(\w+)=([^;]*)", str(named.get("connection_string")))
-            stated = [n for n in sorted(named) if named[n] and re.fullmatch(_PLACES, n)]
+            stated = [n for n in sorted(named) if named[n] and re.fullmatch(_SERVER_OPTIONS, n)]
             if stated:
-                places[scheme] = ",".join(f"{name}={_public(str(named[name]))}" for name in stated)
-        return places
+                servers[scheme] = ",".join(f"{name}={_public(str(named[name]))}" for name in stated)
+        return servers
 
     def by_tier(self) -> tuple[Config, ...]:
         """Return one configuration for each tier, the fastest tier first and ``dir`` last."""

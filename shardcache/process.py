@@ -80,7 +80,7 @@ class ProcessCache:
         self._started = started
         # Without a launcher, the processes of a job have copies of one `Cache`, which began at the
         # same time, so that time identifies the job.
-        name = f"{started or 0.0:.6f}" if ranks.source == "none" else "local"
+        name = f"{started or 0.0:.6f}" if ranks.launcher == "none" else "local"
         self._job = ranks.job or os.environ.get(RUN_VARIABLE) or name
         # In another thread: a signal handler that raises in an import leaves a broken module.
         for module in ("shardcache.download.transfer", "shardcache.tiers"):
@@ -266,7 +266,7 @@ class ProcessCache:
         while opened is None:
             if (opened := self.lookup(shard, download.outdated, insist=True)) is not None:
                 download.note_outcome(opened, "hit")
-            elif download.source is None:
+            elif download.file is None:
                 opened = self._join(download)
             else:  # readers do not join it, because it may refuse the file
                 try:
@@ -275,11 +275,11 @@ class ProcessCache:
                 except BaseException:
                     download.cancel()
                     raise
-        source = None if download.outcome == "imported" else download.source
-        if source is not None and not opened.equals(source):
+        file = None if download.outcome == "imported" else download.file
+        if file is not None and not opened.equals(file):
             opened.close()
             raise IntegrityError(
-                f"{shard}: {source} is not imported, because the shard is cached with other bytes. "
+                f"{shard}: {file} is not imported, because the shard is cached with other bytes. "
                 "If the object has changed, run `shardcache prewarm --refresh` first.",
                 url=str(shard),
             )

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from shardcache.clock import boot_id
 from shardcache.errors import ConfigError
 
-Source = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
+Launcher = Literal["torch", "openmpi", "pmi", "slurm", "explicit", "none"]
 
 #: Users may set these two variables. They take precedence over every launcher.
 RANK_VARIABLE = "SHARDCACHE_RANK"
@@ -31,7 +31,7 @@ RUN_VARIABLE = "SHARDCACHE_RUN"
 #: The variables of each launcher for rank, world size, local rank, local world size and job:
 #: torchrun (torch/distributed/run.py), mpirun of Open MPI ("Environment variables set for MPI
 #: applications"), Hydra of MPICH and Intel MPI, srun(1).
-LAUNCHERS: dict[Source, tuple[str, ...]] = {
+LAUNCHERS: dict[Launcher, tuple[str, ...]] = {
     "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     "openmpi": (
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -60,7 +60,7 @@ class Ranks(NamedTuple):
     world_size: int = 1  #: number of processes in the job
     local_rank: int | None = None  #: number of this process on its node, if known
     job: str | None = None  #: id of the job; None outside any job
-    source: Source = "none"  #: the launcher that set the rank
+    launcher: Launcher = "none"  #: the launcher that set the rank
     local_size: int | None = None  #: number of processes of the job on this node, if known
 
 
@@ -70,7 +70,7 @@ def detect() -> Ranks:
     The order of precedence is ``SHARDCACHE_RANK`` and ``SHARDCACHE_JOB``, torchrun, MPI, Slurm. MPI
     comes before Slurm: if mpirun starts daemons with srun, ranks inherit their ``SLURM_PROCID``.
     """
-    launched = (_from_launcher(source) for source in LAUNCHERS if source != "slurm")
+    launched = (_from_launcher(name) for name in LAUNCHERS if name != "slurm")
     ranks = next(filter(None, launched), None) or _from_slurm() or Ranks()
     if (rank := whole_number(RANK_VARIABLE)) is not None:
         # The launcher's local rank is valid only for the rank that the launcher set. If the user's
@@ -103,12 +103,12 @@ def _from_slurm() -> Ranks | None:
     # In the batch script, SLURM_PROCID is 0, and SLURM_NTASKS is the number of tasks that srun
     # would start. As a world size, it would make rank 0 wait for ranks that do not exist.
     size = whole_number("SLURM_NTASKS_PER_NODE") or None
-    return Ranks(local_rank=0, source="slurm", local_size=size)
+    return Ranks(local_rank=0, launcher="slurm", local_size=size)
 
 
-def _from_launcher(source: Source) -> Ranks | None:
+def _from_launcher(launcher: Launcher) -> Ranks | None:
     """Return the `Ranks` that a launcher set, or None if it did not set rank and world size."""
-    *numbers, job_name = LAUNCHERS[source]
+    *numbers, job_name = LAUNCHERS[launcher]
     # Other programs may export RANK or WORLD_SIZE, so one alone is ignored, even if malformed.
     if not (_text(numbers[0]) and _text(numbers[1])):
         return None
@@ -121,7 +121,7 @@ def _from_launcher(source: Source) -> Ranks | None:
         )
     job = _text(job_name)
     job = None if job == _NO_RUN_ID else job
-    return Ranks(rank, world_size, local_rank, job, source, local_size or None)
+    return Ranks(rank, world_size, local_rank, job, launcher, local_size or None)
 
 
 def _text(name: str) -> str | None:

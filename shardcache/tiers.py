@@ -273,7 +273,7 @@ class Directories:
     def holder(self) -> Holder:
         """Return the record that this process writes into a lock that it holds."""
         ranks = self.ranks
-        return Holder.this_process(None if ranks.source == "none" else ranks.rank, ranks.job)
+        return Holder.this_process(None if ranks.launcher == "none" else ranks.rank, ranks.job)
 
     def key_lock(self, key: str, base: Path | None = None) -> KeyLock | KeyLease:
         """Return the lock of a key, whose holder may download, set aside or amend its entries.

@@ -249,13 +249,13 @@ def parse_url(
     url: str,
     *,
     endpoint: str | None = None,
-    places: Mapping[str, str] | None = None,
+    servers: Mapping[str, str] | None = None,
     allow_schemes: Collection[str] = (),
 ) -> ShardURL:
     """Parse the URL or the plain path of a shard; raise ConfigError if it is not valid.
 
     ``endpoint`` is the S3 endpoint in use, a part of the key of ``s3`` URLs; None stands for AWS's
-    standard partition; ``places`` are those of `Config.places`. ``allow_schemes`` are allowed in
+    standard partition; ``servers`` are those of `Config.servers`. ``allow_schemes`` are allowed in
     addition to those of `SCHEMES`. Each ``pipe:`` command is a shard of its own.
     """
     if not isinstance(url, str):
@@ -298,7 +298,7 @@ def parse_url(
         if masked := re.fullmatch(_MASKED, rest):
             rest, key = masked.groups()
         canonical, identity, name = _generic(url, scheme, rest)
-        authority = (places or {}).get(scheme)
+        authority = (servers or {}).get(scheme)
     hides = kind.hides_values and (key is not None or canonical != identity)
     identity += f"\0{authority}" if authority else ""
     encoded = b""

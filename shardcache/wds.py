@@ -459,10 +459,10 @@ def _warn_of_ranks(cache: Cache) -> None:
     ranks, seen = detect(), pytorch_worker_info()[1]
     if seen == 1 and is_half_stated() and is_new("half", cache):
         logger.warning(HALF_STATED)
-    if ranks.source not in LAUNCHERS or seen > 1 or ranks.world_size == 1:
+    if ranks.launcher not in LAUNCHERS or seen > 1 or ranks.world_size == 1:
         return
     if is_new("ranks", cache):
-        number, size = LAUNCHERS[ranks.source][:2]
+        number, size = LAUNCHERS[ranks.launcher][:2]
         logger.warning(
             "this job has %d ranks (%s), but WebDataset sees one, so split_by_node gives all "
             "shards to every rank, which then read the same samples. Add these lines before the "

@@ -42,7 +42,7 @@ def test_two_objects_of_bucket_stores_never_share_a_key(objects):
 @given(st.sampled_from(["s3", "gs", "https", "az"]), hosts, names, st.sampled_from([None, "h:1"]))
 def test_the_canonical_url_and_a_pickle_name_the_same_shard(scheme, host, name, place):
     def parse(url):
-        return parse_url(url, endpoint=place, places={"az": place} if place else {})
+        return parse_url(url, endpoint=place, servers={"az": place} if place else {})
 
     shard = parse(f"{scheme}://{host}/{name}")
     for again in parse(shard.canonical), pickle.loads(pickle.dumps(shard)):

@@ -167,7 +167,7 @@ def cell(row: Row, title: str) -> str:
 def _list_shards(cache: Cache) -> tuple[list[Row], Row, str]:
     """Return a row for each shard, and the totals as a row and as text."""
     pins = cache.pins()
-    endpoints = {**cache.config.places(), "s3": cache.parse("s3://bucket/key").endpoint}
+    endpoints = {**cache.config.servers(), "s3": cache.parse("s3://bucket/key").endpoint}
     shards: dict[Entry, Row] = {}
     for entry in cache.entries():
         # The row of a damaged entry has the values that can be read.

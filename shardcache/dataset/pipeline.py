@@ -231,7 +231,7 @@ class _Run:
 
 
 class _Epochs(NamedTuple):
-    """The epochs of a pipeline: the result of the events in a record."""
+    """The epochs of a pipeline: the result of the events in a log."""
 
     epoch: int = 0  #: of the next iteration
     loads: int = 0  #: states that were loaded
@@ -263,7 +263,7 @@ class _Epochs(NamedTuple):
         return _Epochs(epoch + 1, self.loads, loaded, kind == "work", begun)
 
 
-class _Record:
+class _EpochLog:
     """The events of a pipeline, in memory that a process shares with the workers of its loaders.
 
     Events are appended and never change. So there is no lock, which a signal handler might enter
@@ -274,7 +274,7 @@ class _Record:
     def __init__(self) -> None:
         self._known = 0, _Epochs()  # bytes of events that were read, and their result
         self._create()
-        _records.add(self)
+        _logs.add(self)
 
     def _create(self) -> None:
         # Not by `os.memfd_create`, which a Python that was built on an old system does not have.
@@ -291,7 +291,7 @@ class _Record:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _records.add(self)
+        _logs.add(self)
 
     def add(self, *event: object) -> _Epochs:
         """Append an event, if there is one. Return the result of all events up to now."""
@@ -340,14 +340,14 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._load = 0  # the number of that call, or -1 in a worker
         self._turns = 0
         self._is_extended = False
-        self._record = _Record()
+        self._log = _EpochLog()
         self._seed = crc32(str(seed).encode())
         self._plan()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._record.add()  # copies begin with what is known, and spawned workers find the record
+        self._log.add()  # copies begin with what is known, and spawned workers find the log
         own: dict[str, Any] = {"_run": None, "_tracked": None, "_is_extended": False}
-        own["_record"] = copy.copy(self._record)
+        own["_log"] = copy.copy(self._log)
         has_length = type(self) is not _resumable(self._base)  # since `attach`
         return _restored, (self._base, has_length), vars(self) | own
 
@@ -365,19 +365,19 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        return self._record.add().epoch
+        return self._log.add().epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
         if (epoch := checked_int("epoch", epoch, 0)) != self.epoch:
-            if self._is_waiting(self._record.add()):
+            if self._is_waiting(self._log.add()):
                 logger.warning("set_epoch(%d) leaves the position that was loaded", epoch)
-            self._record.add("set", epoch)
+            self._log.add("set", epoch)
             self._run = self._tracked = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last sample, or after the last batch of `track`."""
-        tracked, epochs = self._tracked, self._record.add()
+        tracked, epochs = self._tracked, self._log.add()
         if tracked is not None and tracked["until"] in (None, epochs.epoch):
             return {"epoch": tracked["epoch"], "workers": [*tracked["workers"]]}
         if self._is_waiting(epochs):
@@ -417,7 +417,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             checked_int("state['epoch'] of a worker", _Run.of(worker).epoch, epoch, epoch)
         self._seed = workers[-1]["seed"] if workers else self._seed
         self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
-        self._load = -1 if get_worker_info() else self._record.add("load", epoch).loads
+        self._load = -1 if get_worker_info() else self._log.add("load", epoch).loads
 
     def _warn_if_extended(self) -> None:
         if self._is_extended and not self._turns and wds.is_new("extended", self._cache):
@@ -468,7 +468,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             tracked.collate_fn = partial(_collated, loader.collate_fn, self)
             if loader.persistent_workers:
                 loader._tracked_by_shardcache = tracked
-        epochs, constant = self._record.add(), self._state(_Run(0))
+        epochs, constant = self._log.add(), self._state(_Run(0))
         workers = loader.num_workers or 1
         loaded = self._loaded_by_worker(workers) if self._is_waiting(epochs) else {}
         states = [loaded.get(worker) for worker in range(workers)]
@@ -507,13 +507,13 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         _, _, worker, workers = pytorch_worker_info()
         kind, name = ("work", f"{_loader()}-{self._turns}") if info else ("begin", token_hex(4))
         self._turns += 1
-        if info and 0 <= self._load < self._record.add().loads:
+        if info and 0 <= self._load < self._log.add().loads:
             raise ConfigError(
                 "a state was loaded after the persistent workers of this loader had started. "
                 "Resume with a new DataLoader."
             )
         loaded_epoch = self._loaded.get("epoch", -1) if self._load < 0 else -1
-        epoch, is_continued = self._record.add(kind, loaded_epoch, name).begun[name]
+        epoch, is_continued = self._log.add(kind, loaded_epoch, name).begun[name]
         is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_continued
         state = self._loaded_by_worker(workers).get(worker) if is_continued else None
         run = _Run(epoch) if state is None else _Run.of(state)
@@ -541,7 +541,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                     break
             passes = self.repetitions if is_empty else run.passes + 1
             run, is_empty = _Run(run.epoch, run.given, run.given, passes), True
-        self._record.add("end")
+        self._log.add("end")
         self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int) -> Any:
@@ -610,9 +610,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         return opener, read, is_plain and not held
 
 
-_records: weakref.WeakSet[_Record] = weakref.WeakSet()
-# A forked worker must find the record of its parent, which may be a forked child itself.
-os.register_at_fork(before=lambda: [each.add() for each in list(_records)])
+_logs: weakref.WeakSet[_EpochLog] = weakref.WeakSet()
+# A forked worker must find the log of its parent, which may be a forked child itself.
+os.register_at_fork(before=lambda: [each.add() for each in list(_logs)])
 
 
 def _workers_of(state: Mapping[str, Any]) -> list[Any]:

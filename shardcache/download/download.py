@@ -61,7 +61,7 @@ class Download:
     #: is paused, and copies to upstreams are complete when the download ends.
     can_bypass: bool = False
     is_ahead: bool = False  #: whether no reader needs the shard yet, so the worker gives way
-    source: Path | None = None  #: a file of this machine to import, if it is the object
+    file: Path | None = None  #: a file of this machine to import, if it is the object
 
     state: State = field(default=State.WAITING, init=False)
     #: The partial, written by this or another process; None if unknown.

@@ -284,7 +284,7 @@ class Transfer:
         """Queue all missing parts, except the one that the first response delivers; return that."""
         first, size, length = self._first, self._info.size, self._resources.connections.part
         if first is None:
-            lead, missing = None, self._partial.missing()
+            lead, missing = None, self._partial.gaps()
         elif size is None or first.stop is None:  # the response has the whole object
             lead, missing = _Part(0, first.stop), iter(())
         else:

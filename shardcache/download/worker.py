@@ -230,10 +230,8 @@ class Worker:
                 return download.note_outcome(opened, "coalesced")
             if (opened := self._link()) is not None:
                 return download.note_outcome(opened, "linked")
-            if download.source is not None:
-                entry = self._import(download.source)
-            else:
-                entry = self._fetch(lock)
+            file = download.file
+            entry = self._fetch(lock) if file is None else self._import(file)
             if download.outdated:
                 version = entry.name.partition("-")[0]
                 if version in download.outdated:
@@ -241,7 +239,7 @@ class Worker:
                     logger.warning(text, shard)
                 evict_outdated(directories, shard.key, download.outdated - {version})
             if (opened := directories.lookup(shard)) is not None:
-                if download.source is not None:
+                if file is not None:
                     download.note_outcome(opened, "imported")
                 return opened
             if is_directory(entry):  # the disk cannot read it, and a new download would not help
@@ -368,21 +366,21 @@ class Worker:
             transfer.abandon(exn, partial)
             raise
 
-    def _import(self, source: Path) -> Path:
+    def _import(self, file: Path) -> Path:
         """Publish a file of this machine as the shard, if it has the bytes of the object."""
         shard, resources, download = self._download.shard, self._resources, self._download
         origin, retries = resources.origins.of(shard), resources.retry_limits.started(str(shard))
         info = retries.call(lambda: origin.stat(shard), sleep=download.sleep)
-        if (size := source.stat().st_size) != info.size:
-            raise refused_file(shard, source, info)
-        partial = self._reserve(info, None if self._earlier else source)  # a link keeps its time
+        if (size := file.stat().st_size) != info.size:
+            raise refused_file(shard, file, info)
+        partial = self._reserve(info, None if self._earlier else file)  # a link keeps its time
         try:
             if partial.user_mode is None:
-                with open_file(source) as file:
-                    while os.sendfile(partial.fd, file.fileno(), None, size):
+                with open_file(file) as opened:
+                    while os.sendfile(partial.fd, opened.fileno(), None, size):
                         download.check()
             if (checked := identify(partial.fd, info)) is None:
-                raise refused_file(shard, source, info)
+                raise refused_file(shard, file, info)
             digest = file_digest(partial.fd)
             metadata = partial.metadata._replace(digest=digest, checked=checked)
             download.check()
@@ -465,8 +463,8 @@ class Worker:
                     raise
         return None
 
-    def _reserve(self, info: ObjectInfo, source: Path | None = None, digest: str = "") -> Partial:
-        """Reserve room in a tier (see docs/space.md), and create a partial, a link to ``source`` if
+    def _reserve(self, info: ObjectInfo, file: Path | None = None, digest: str = "") -> Partial:
+        """Reserve room in a tier (see docs/space.md), and create a partial, a link to ``file`` if
         possible.
 
         The bytes must have the ``digest``, if an upstream states it.
@@ -485,7 +483,7 @@ class Worker:
             try:
                 with tier.space.reserved(shard, info.size, policy):
                     self._tier = tier
-                    return Partial.create(tier.store.layout, metadata, shard.basename, source)
+                    return Partial.create(tier.store.layout, metadata, shard.basename, file)
             except system_error() as exn:  # CacheFullError is a subclass
                 if not choices:
                     raise
@@ -526,15 +524,15 @@ class Worker:
         return entry
 
 
-def refused_file(shard: ShardURL, source: Path, info: ObjectInfo) -> IntegrityError:
+def refused_file(shard: ShardURL, file: Path, info: ObjectInfo) -> IntegrityError:
     """Return the error for a file that is not shown to be the object."""
-    size = source.stat().st_size
+    size = file.stat().st_size
     why = "the checksum or ETag at the origin is not that of its bytes"
     if size != info.size:
         why = f"the object has {info.size} bytes"
     elif info.checksum is None and info.etag is None:
         why = "the origin states neither a checksum nor an ETag"
-    text = f"{shard}: {source} ({size} bytes) is not imported: {why}. Prewarm the shard instead."
+    text = f"{shard}: {file} ({size} bytes) is not imported: {why}. Prewarm the shard instead."
     return IntegrityError(text, url=str(shard))
 
 

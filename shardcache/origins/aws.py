@@ -117,7 +117,7 @@ def with_options(config: Config, options: Collection[tuple[str, str]]) -> Config
 def url_parser(config: Config) -> Callable[[str], ShardURL]:
     """Return a function that parses URLs, and commands that only read one, for a configuration."""
     endpoint, schemes = _authority(config), config.allow_schemes
-    parse = functools.partial(parse_url, places=config.places(), allow_schemes=schemes)
+    parse = functools.partial(parse_url, servers=config.servers(), allow_schemes=schemes)
 
     def parse_any(url: str) -> ShardURL:
         if not (isinstance(url, str) and url.startswith("pipe:")):

@@ -148,7 +148,7 @@ def connect(host: str, port: int, timeout: float, failures: dict[_Address, float
     for address in addresses:
         if (left := end - time.monotonic()) <= 0:
             break
-        family, place = address
+        family, sockaddr = address
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
         except system_error() as exn:
@@ -158,7 +158,7 @@ def connect(host: str, port: int, timeout: float, failures: dict[_Address, float
             continue
         try:
             sock.settimeout(left if address == addresses[-1] else min(left, _ADDRESS_TIMEOUT))
-            number = sock.connect_ex(place)
+            number = sock.connect_ex(sockaddr)
         except BaseException:
             sock.close()
             raise
@@ -170,7 +170,7 @@ def connect(host: str, port: int, timeout: float, failures: dict[_Address, float
             number = errno.ETIMEDOUT
         failed[address] = OSError(number, os.strerror(number))
         failures[address] = clock.monotonic()
-    reasons = ", ".join(f"{place[0]} ({exn.strerror})" for (_, place), exn in failed.items())
+    reasons = ", ".join(f"{sockaddr[0]} ({exn.strerror})" for (_, sockaddr), exn in failed.items())
     tried = f"tried {len(failed)} of {len(addresses)} addresses: {reasons}"
     # A firewall may forbid one address of many. That error is final, so it is raised only if it
     # concerns all of them.
@@ -184,8 +184,8 @@ def _addresses(host: str, port: int, failures: Mapping[_Address, float]) -> list
     They are shuffled to spread the connections over them. IPv6 and IPv4 addresses alternate.
     """
     families: dict[int, list[_Address]] = {}  # the family that the system prefers is first
-    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        families.setdefault(family, []).append((family, place))
+    for family, _, _, _, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        families.setdefault(family, []).append((family, sockaddr))
     for addresses in families.values():
         clock.randomness.shuffle(addresses)
     in_turn = [address for row in zip_longest(*families.values()) for address in row if address]

@@ -238,12 +238,12 @@ def _compare(
 ) -> frozenset[str] | Exception:
     """Return the outdated versions of a shard, or why it or its file cannot be used."""
     try:
-        if (source := sources.get(shard.key)) is None:
+        if (file := sources.get(shard.key)) is None:
             return _outdated_versions(process, shard)
         info = _latest(process, shard)
-        with open_file(source) as file:
-            is_object = identify(file.fileno(), info)
-            return frozenset() if is_object else refused_file(shard, source, info)
+        with open_file(file) as opened:
+            is_object = identify(opened.fileno(), info)
+            return frozenset() if is_object else refused_file(shard, file, info)
     except (ShardCacheError, system_error()) as exn:
         return exn
 

@@ -473,7 +473,7 @@ class Pool:
                     listed=self.plan.results[shard.key].size,
                     outdated=self.plan.outdated.get(shard.key, frozenset()),
                     throttle=self._throttle,
-                    source=self._sources.get(shard.key),
+                    file=self._sources.get(shard.key),
                 )
                 self._running[shard.key] = download
                 self._events.put(Started(shard, download.progress))

@@ -32,7 +32,7 @@ from shardcache.origins.retry import PROGRESS
 from shardcache.store.digest import BLOCK, TreeDigest
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import Opened
-from shardcache.store.partial import PartialSource
+from shardcache.store.partial import OpenPartial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,10 +69,10 @@ class DownloadReader:
         self.waited = 0.0  #: seconds
         self._cache, self._shard, self._finish = cache, shard, finish
         self._seen: Path | None = None  # the last partial that this reader tried to open
-        self._partial: PartialSource | None = None
+        self._partial: OpenPartial | None = None
         self._read = 0  # offset after the last byte that was read
         self._is_fixed = False  # whether the caller has seen bytes or the size
-        self._limit = 0  # the watermark: offset after the last byte that may be read
+        self._watermark = 0  # offset after the last byte that may be read
         self._download, self._has_started = cache.start_download(shard, finish=finish, ahead=ahead)
 
     def promote(self) -> bool:
@@ -111,7 +111,7 @@ class DownloadReader:
 
     def readinto(self, buffer: WriteableBuffer, position: int) -> int | None:
         """Read below the watermark. Return None if there are no bytes yet; then call `advance`."""
-        view = memoryview(buffer).cast("B")[: max(0, self._limit - position)]
+        view = memoryview(buffer).cast("B")[: max(0, self._watermark - position)]
         if not view or self._partial is None:
             return None if memoryview(buffer).nbytes else 0
         count = os.preadv(self._partial.data.fileno(), (view,), position)
@@ -151,10 +151,10 @@ class DownloadReader:
         # Then a new partial is not opened: only the entry can continue the version.
         if path is not None and path != self._seen and not self._is_fixed:
             try:
-                source = PartialSource(path, self._shard.basename)
+                partial = OpenPartial(path, self._shard.basename)
                 if self._partial is not None:
                     self._partial.close()
-                self._partial, self._limit, self._seen = source, 0, path
+                self._partial, self._watermark, self._seen = partial, 0, path
             except FileNotFoundError:  # it is being created, or was published
                 pass
             except DamagedError as exn:
@@ -162,13 +162,13 @@ class DownloadReader:
                 self._seen = path
         if self._partial is None:
             return False
-        limit = self._partial.limit()
-        if self._limit == 0 and limit > 0:
+        watermark = self._partial.watermark()
+        if self._watermark == 0 and watermark > 0:
             from shardcache.archive import check_archive  # it imports tarfile
 
             check_archive(self._partial.data.fileno(), self._shard.basename, str(self._shard))
-        has_grown = limit > max(self._limit, position)
-        self._limit = limit
+        has_grown = watermark > max(self._watermark, position)
+        self._watermark = watermark
         return has_grown
 
     def _check(self, opened: Opened) -> None:

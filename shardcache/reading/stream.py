@@ -217,9 +217,9 @@ def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
         kind, reason = type(fault).__name__, fault.message.removeprefix(f"{shard}: ")
     elif is_local_error(fault):
         kind, reason = fault_kind(fault), str(fault.strerror or fault)
-        place = str(fault.filename or cache.config.dir)
-        if place not in reason:
-            reason = f"{place}: {reason}"
+        path = str(fault.filename or cache.config.dir)
+        if path not in reason:
+            reason = f"{path}: {reason}"
     else:  # an error of the origin, which streaming would only repeat
         raise fault
     if cache.config.strict:

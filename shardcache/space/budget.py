@@ -74,7 +74,7 @@ _ANNOUNCE_EVERY = 10.0
 _KEEP_PARTIALS = 3600.0
 #: Length in bytes to which the files ``usage`` and ``refusal`` are padded. The first one has about
 #: 2,500, and at most 5,000 with the longest numbers.
-_RECORD = 8192
+_PADDED = 8192
 
 
 def _bin(name: str) -> int:
@@ -249,7 +249,7 @@ class Space:
                         # Otherwise, entries stay because of readers, which may end at any moment.
                         if policy.keeps_used:
                             held = usage.total + need - plan.missing
-                            self._record(self.node.refusal, clock.monotonic(), held)
+                            self._write(self.node.refusal, clock.monotonic(), held)
                         raise self._no_room(str(shard), plan.missing)
                     freed += self._evict(usage, plan)  # not all, if a process now reads one
                 self._count(usage)
@@ -364,7 +364,7 @@ class Space:
             yield usage
         finally:
             bins = [None if n in usage.growing else size for n, size in enumerate(usage.bins)]
-            self._record(self.node.usage, bins, usage.next, usage.listed)
+            self._write(self.node.usage, bins, usage.next, usage.listed)
 
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no bin is counted."""
@@ -392,7 +392,7 @@ class Space:
         with ignoring(OSError):
             self.node.refusal.unlink()
 
-    def _record(self, path: Path, *values: object) -> None:
+    def _write(self, path: Path, *values: object) -> None:
         if self.node.grace is not None:
             return
         try:
@@ -400,7 +400,7 @@ class Space:
             flags = os.O_WRONLY | os.O_CREAT
             with open_exclusive(path, flags, self.node.modes) as file:
                 data = json.dumps([clock.boot_id(), *values]).encode()
-                os.pwrite(file.fileno(), data.ljust(_RECORD), 0)
+                os.pwrite(file.fileno(), data.ljust(_PADDED), 0)
         except system_error() as exn:  # the disk is full or read-only
             logger.debug("%s: %s", path, exn)
             with ignoring(OSError):

@@ -56,7 +56,7 @@ class Counters:
         allowed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._where: Callable[[], Layout] | None = where  # None in a forked child
-        self._rank = database.NO_RANK if ranks is None or ranks.source == "none" else ranks.rank
+        self._rank = database.NO_RANK if ranks is None or ranks.launcher == "none" else ranks.rank
         self._allowed = allowed
         self._run = run_of_this_process()[1]
         self._guard, self._writing = threading.RLock(), threading.RLock()

@@ -204,8 +204,8 @@ class Opened:
 
         Programs such as numpy read at the offset of a descriptor, and `os.dup` would share it.
         """
-        flags, place = os.O_RDONLY | os.O_CLOEXEC, f"/proc/self/fd/{self.file.fileno()}"
-        file = files.owned(os.open, (place,), (flags,))
+        flags, path = os.O_RDONLY | os.O_CLOEXEC, f"/proc/self/fd/{self.file.fileno()}"
+        file = files.owned(os.open, (path,), (flags,))
         if self.is_locked:
             files.try_flock(file.fileno(), shared=True)
         return replace(self, file=file)

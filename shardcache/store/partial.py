@@ -99,7 +99,7 @@ def read_journal(path: Path) -> Journal | None:
     return Journal(metadata, sum(min(length, BLOCK) for _, length in _records(data[records_at:])))
 
 
-class PartialSource:
+class OpenPartial:
     """A partial that is open for reading while its writer fills it.
 
     Raises OSError if the partial is gone, and DamagedError if it cannot be followed.
@@ -118,7 +118,7 @@ class PartialSource:
             self._stack = stack.pop_all()
         self._blocks = 0  # number of complete blocks before the first gap
 
-    def limit(self) -> int:
+    def watermark(self) -> int:
         """Return the watermark: how many bytes may be read, up to a gap or the last block."""
         fd = self._journal.fileno()
         if not self._confirmed:
@@ -171,11 +171,11 @@ class Partial:
 
     @classmethod
     def create(
-        cls, layout: Layout, metadata: Metadata, basename: str, source: Path | None = None
+        cls, layout: Layout, metadata: Metadata, basename: str, linked: Path | None = None
     ) -> Partial:
         """Create and lock an empty partial. Raises LostError if another process gets it first.
 
-        If possible, its data is a hard link to the file ``source``.
+        If possible, its data is a hard link to the file ``linked``.
         """
         size, modes = metadata.info.size, layout.modes
         path = layout.new_partial(metadata.key, metadata.info.version, size)
@@ -184,7 +184,7 @@ class Partial:
             stack.callback(remove_directory, path, basename)
             data = path / basename
             user_mode = None
-            if source is not None and (user_mode := _link(source, data, modes)) is not None:
+            if linked is not None and (user_mode := _link(linked, data, modes)) is not None:
                 stack.callback(data.chmod, user_mode)
             flags = _CREATE if user_mode is None else os.O_RDONLY
             try:
@@ -322,7 +322,7 @@ class Partial:
         """The digests of the blocks from the start to the first gap."""
         return [self._digests[index][0] for index in takewhile(self._digests.__contains__, count())]
 
-    def missing(self) -> Iterator[tuple[int, int]]:
+    def gaps(self) -> Iterator[tuple[int, int]]:
         """Yield the byte ranges (start, stop) that are not on disk. The size must be known."""
         total = self.metadata.info.size
         assert total is not None
@@ -367,14 +367,14 @@ class Partial:
             self.close()
 
 
-def _link(source: Path, data: Path, modes: files.Modes) -> int | None:
+def _link(path: Path, data: Path, modes: files.Modes) -> int | None:
     """Make ``data`` a hard link to a file, and return the mode of that; None if it is impossible.
 
     The file loses its write permissions, because a write to it would change the entry. A file is
     not linked if another user owns it, or a process has it open for writing.
     """
     with contextlib.ExitStack() as stack, ignoring(OSError):  # such as another filesystem
-        os.link(source, data)
+        os.link(path, data)
         stack.callback(data.unlink)
         with files.open_file(data) as file:
             status = os.fstat(file.fileno())

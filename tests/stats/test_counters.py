@@ -32,7 +32,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def make(layout, clock):
-    return lambda rank=0: Counters(lambda: layout, Ranks(rank=rank, source="explicit"))
+    return lambda rank=0: Counters(lambda: layout, Ranks(rank=rank, launcher="explicit"))
 
 
 def total(layout, **options):

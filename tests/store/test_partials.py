@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardcache.layout import META, PROGRESS, Layout
 from shardcache.store.directory import Metadata, remove_free
-from shardcache.store.partial import Partial, PartialSource, in_flight, read_journal
+from shardcache.store.partial import OpenPartial, Partial, in_flight, read_journal
 from tests.support.storetools import (
     BLOCK,
     age,
@@ -72,18 +72,18 @@ def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more
         partial.prove()
         found = partial.data.read_bytes()
         assert len(found) <= SIZE
-        absent = list(partial.missing())
+        absent = list(partial.gaps())
         for index in range(4):
             start, stop = index * BLOCK, min((index + 1) * BLOCK, SIZE)
             if not any(a <= start < b for a, b in absent):
                 assert found[start:stop] == DATA[start:stop]
         # Readers see nothing until the origin has confirmed the version.
-        seen = PartialSource(partial.path, NAME)
-        assert seen.limit() == 0 and not partial.confirmed
+        seen = OpenPartial(partial.path, NAME)
+        assert seen.watermark() == 0 and not partial.confirmed
         partial.confirm()
         if partial.digests:
             partial.show(5)  # no effect: the blocks are longer
-        assert seen.limit() == min(len(partial.digests), 3) * BLOCK
+        assert seen.watermark() == min(len(partial.digests), 3) * BLOCK
         found = read_journal(partial.path)
         assert (found.metadata.info.size, found.written) == (SIZE, partial.written)
         seen.close()
@@ -141,7 +141,7 @@ def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
         fill(heir, DATA, iter([3, 2, 2]))  # a repeated block counts once
         assert heir.data.read_bytes() == DATA and heir.written == SIZE
         heir.restart()
-        assert list(heir.missing()) == [(0, SIZE)] and read_journal(heir.path).written == 0
+        assert list(heir.gaps()) == [(0, SIZE)] and read_journal(heir.path).written == 0
         fill(heir, DATA)
         heir.seal(metadata_for(data=DATA), layout.modes, sync=False)
         assert Metadata.decode((heir.path / META).read_bytes()).library == "test"

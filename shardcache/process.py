@@ -82,9 +82,11 @@ class ProcessCache:
         # same time, so that time identifies the job.
         name = f"{started or 0.0:.6f}" if ranks.launcher == "none" else "local"
         self._job = ranks.job or os.environ.get(RUN_VARIABLE) or name
-        # In another thread: a signal handler that raises in an import leaves a broken module.
+        # In another thread: a signal handler that raises in an import leaves a broken module, also
+        # if it does so in the second attempt, while that thread is importing.
         for module in ("shardcache.download.transfer", "shardcache.tiers"):
-            if module not in sys.modules:
+            spec = getattr(sys.modules.get(module), "__spec__", None)
+            if spec is None or getattr(spec, "_initializing", False):
                 threads.call(partial(importlib.import_module, module), None, "shardcache-import")
         self._begin()
         _all.add(self)

@@ -474,6 +474,8 @@ def _warn_of_ranks(cache: Cache) -> None:
 
 def _call_of(stage: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Return the function of a stage, and the arguments that follow its input data."""
+    if isinstance(stage, partial):
+        return stage.func, stage.args, stage.keywords
     return getattr(stage, "f", stage), getattr(stage, "args", ()), getattr(stage, "kw", {})
 
 

@@ -45,6 +45,7 @@ from shardcache.cli.output import (
 from shardcache.clock import utc
 from shardcache.config import __version__
 from shardcache.errors import ConfigError
+from shardcache.layout import MANIFEST
 from shardcache.locks.keys import Holder, read_holder
 from shardcache.locks.sessions import live_sessions, live_waits
 from shardcache.space.memory import Volume
@@ -147,8 +148,9 @@ def _gauges(cache: Cache) -> list[Row]:
     node = cache.process.last_tier.node
     live = sum(row["state"] == "live" for row in partials(cache))
     whole: Row = {"dir": str(cache.dir), "downloads": live, "processes": len(live_sessions(node))}
-    with contextlib.suppress(FileNotFoundError):  # it was never cleaned
-        whole["cleaned"] = os.lstat(node.named_lock("clean")).st_mtime
+    cleaned, manifest = node.named_lock("clean"), cache.dir / MANIFEST
+    # Before the first cleaning, an alert must count from somewhere.
+    whole["cleaned"] = (cleaned if cleaned.exists() else manifest).lstat().st_mtime
     return [whole, *_tiers(cache)]
 
 

@@ -109,8 +109,8 @@ class TarDataset:
         cache: the cache to read through; the default is `default_cache`.
         stages: filters of WebDataset, such as ``wds.decode("pil")`` and ``wds.to_tuple(...)``. They
             run on the samples of each batch. A filter may drop samples, which shortens the batch.
-        handler: called with the exception if a sample cannot be read. It returns True to leave the
-            sample out; otherwise the exception is raised, as by default.
+        handler: called with the exception if a sample, or a file of it, cannot be read. It returns
+            True to leave that out; otherwise the exception is raised, as by default.
 
     Attributes:
         shards: the shards in order.
@@ -319,7 +319,7 @@ class TarDataset:
             place, position, number = self._locate(index)
             try:
                 opened = self._shard(position)
-                sample = opened.sample(number, self.handler)
+                sample = opened.sample(number, lambda exn: self.handler(exn) or reraise(exn))
             except Exception as exn:
                 self._open.pop(position, None)  # it is opened again the next time
                 exn.add_note(f"while reading sample {number} of {self.shards[position]}")

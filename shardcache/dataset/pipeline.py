@@ -77,7 +77,7 @@ _DIRECT_NAMES = (
 )
 _DIRECT = {getattr(getattr(filters, n, None), "f", None) for n in _DIRECT_NAMES.split()}
 #: Stages that are objects and repeat their order.
-_OBJECTS = {shardlists.SimpleShardList, shardlists.ResampledShards, list, partial}
+_OBJECTS = {shardlists.SimpleShardList, shardlists.ResampledShards, list, map, filter}
 
 
 def attach_resumable(dataset: _Pipeline, cache: Cache) -> _Pipeline:
@@ -108,7 +108,7 @@ def _restored(base: type, has_length: bool) -> Any:
 
 def _kind(stage: Any) -> Any:
     """Return the function of a stage, or the class of a stage that is an object."""
-    function = getattr(stage, "f", stage)
+    function = wds._call_of(stage)[0]
     return function if isinstance(function, type | FunctionType) else type(function)
 
 
@@ -118,8 +118,9 @@ def _shuffle_of(stage: Any) -> dict[str, Any]:
         return {"bufsize": stage.bufsize, "initial": stage.initial, "seed": stage.seed}
     if _kind(stage) is not filters.shuffle.f:
         return {}
-    names = islice(inspect.signature(stage.f).parameters, 1, None)
-    return {"bufsize": 1000, **dict(zip(names, stage.args, strict=False)), **stage.kw}
+    function, args, options = wds._call_of(stage)
+    names = islice(inspect.signature(function).parameters, 1, None)
+    return {"bufsize": 1000, **dict(zip(names, args, strict=False)), **options}
 
 
 def _shown(value: Any) -> str:
@@ -144,11 +145,10 @@ def _options_of(stage: Any) -> dict[str, Any]:
 def _refuse(stage: Any) -> None:
     """Raise ConfigError for a stage that cannot give the same samples again."""
     kind, seed = _kind(stage), getattr(stage, "seed", None)
-    named = getattr(stage, "kw", {}) or getattr(stage, "keywords", {})
-    given = *getattr(stage, "args", ()), *named.values()
+    _, args, options = wds._call_of(stage)
     if (
         (isinstance(kind, type) and kind not in _OBJECTS | _BLIND)
-        or any(isinstance(argument, random.Random) for argument in given)
+        or any(isinstance(argument, random.Random) for argument in (*args, *options.values()))
         or kind in (filters.rsample.f, shardlists.resampled.f)
         or _shuffle_of(stage).get("rng") is not None
         or isinstance(seed, float | bool)  # the time
@@ -237,6 +237,7 @@ class _Epochs(NamedTuple):
     loads: int = 0  #: states that were loaded
     loaded: int = -1  #: the epoch of the last one, until an iteration continues it
     is_read: bool = False  #: whether the workers of a loader are reading
+    is_of_workers: bool = False  #: whether they, and not this process, began the last iteration
     #: The names of iterations -> their epochs, and whether they continue the loaded state.
     begun: dict[str, tuple[int, bool]] = {}
 
@@ -260,7 +261,8 @@ class _Epochs(NamedTuple):
         epoch = epoch if epoch >= 0 else self.epoch
         begun = dict([*self.begun.items(), (name, (epoch, is_continued))][-_REMEMBERED:])
         loaded = -1 if is_continued else self.loaded
-        return _Epochs(epoch + 1, self.loads, loaded, kind == "work", begun)
+        is_work = kind == "work"
+        return _Epochs(epoch + 1, self.loads, loaded, is_work, is_work, begun)
 
 
 class _EpochLog:
@@ -369,9 +371,11 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
-        if (epoch := checked_int("epoch", epoch, 0)) != self.epoch:
-            if self._is_waiting(self._log.add()):
-                logger.warning("set_epoch(%d) leaves the position that was loaded", epoch)
+        epochs, epoch = self._log.add(), checked_int("epoch", epoch, 0)
+        is_waiting = self._is_waiting(epochs)
+        if is_waiting and epoch != epochs.epoch:
+            logger.warning("set_epoch(%d) leaves the position that was loaded", epoch)
+        if not is_waiting or epoch != epochs.epoch:
             self._log.add("set", epoch)
             self._run = self._tracked = None
 
@@ -382,13 +386,15 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             return {"epoch": tracked["epoch"], "workers": [*tracked["workers"]]}
         if self._is_waiting(epochs):
             return dict(self._loaded)
-        if self._run is None and epochs.is_read and wds.is_new("untracked", self._cache):
+        is_elsewhere = epochs.is_of_workers and get_worker_info() is None
+        run = None if is_elsewhere else self._run
+        if run is None and epochs.is_read and wds.is_new("untracked", self._cache):
             logger.warning(
                 "this is the state of the next epoch: only the workers of a DataLoader know the "
                 "position in this one. Iterate over dataset.track(loader)."
             )
         self._warn_if_extended()
-        return self._state(self._run or _Run(epochs.epoch))
+        return self._state(run or _Run(epochs.epoch))
 
     def _is_waiting(self, epochs: _Epochs) -> bool:
         """Return whether the next iteration will continue the state that was loaded."""
@@ -416,8 +422,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             self._refuse_other(worker, "version", "shards", "stages", "rank", "world_size")
             checked_int("state['epoch'] of a worker", _Run.of(worker).epoch, epoch, epoch)
         self._seed = workers[-1]["seed"] if workers else self._seed
-        self._loaded, self._run, self._tracked = {**state, "epoch": epoch}, None, None
+        self._loaded = {**state, "epoch": epoch}
         self._load = -1 if get_worker_info() else self._log.add("load", epoch).loads
+        self._run = self._tracked = None  # last: a signal handler may save a state at any moment
 
     def _warn_if_extended(self) -> None:
         if self._is_extended and not self._turns and wds.is_new("extended", self._cache):
@@ -513,13 +520,16 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "Resume with a new DataLoader."
             )
         loaded_epoch = self._loaded.get("epoch", -1) if self._load < 0 else -1
-        epoch, is_continued = self._log.add(kind, loaded_epoch, name).begun[name]
-        is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_continued
-        state = self._loaded_by_worker(workers).get(worker) if is_continued else None
-        run = _Run(epoch) if state is None else _Run.of(state)
+        event, begun = (kind, loaded_epoch, name), None
+        while begun is None or begun != (epoch, is_first):  # another worker may begin meanwhile
+            epoch, is_first = self._log.add().after(*event).begun[name]
+            is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_first
+            state = self._loaded_by_worker(workers).get(worker) if is_continued else None
+            run = _Run(epoch) if state is None else _Run.of(state)
+            self._run = copy.copy(run)  # first: a signal handler may save a state at any moment
+            begun = self._log.add(*event).begun[name]
         if self._load < 0:
             self._loaded = {}
-        self._run = copy.copy(run)
         return run, *plan
 
     def _iterate(self, run: _Run, opener: int, read: int, is_direct: bool) -> Iterator[Any]:

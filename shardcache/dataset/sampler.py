@@ -370,11 +370,12 @@ class _Iteration:
         return Batch(indices, self._epoch.shards(0))
 
     def _advance(self, taken: int) -> None:
-        """Record the positions after a request. After the last batch, the epoch is over."""
+        """Record the positions after a request. Once all batches returned, the epoch is over."""
         sampler, self._taken = self._sampler, taken
         self._returned += 1
-        sampler._taken = self._number, self._begun + max(0, self._returned) * sampler.share
-        if not sampler._batches(taken):  # Trainer does not request another one
+        returned = self._begun + max(0, self._returned) * sampler.share
+        sampler._taken = self._number, returned
+        if not sampler._batches(returned):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
 
     def state_dict(self) -> dict[str, int | str]:

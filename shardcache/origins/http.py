@@ -92,6 +92,8 @@ def no_answer(exn: Exception, shard: ShardURL, server: str, secrets: Collection[
         return AccessDeniedError(text, url=str(shard))
     if isinstance(exn, OSError):
         timed_out = isinstance(exn, TimeoutError)
+        if getattr(exn, "reason", "") == "WRONG_VERSION_NUMBER":
+            reason += " It may speak HTTP without TLS: then write http:// in the endpoint"
         error = TransientError(f"{server} does not answer: {reason}", timed_out=timed_out)
         return RepeatError("connection", error) if isinstance(exn, StaleError) else error
     text = f"{shard} cannot be requested from {server}: {reason}. "

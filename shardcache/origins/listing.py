@@ -43,7 +43,7 @@ _GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _SEPARATOR = r"::(?![0-9]{12}:accesspoint)"
 _SPECIAL = re.compile(r"::|[{}$\\]")  # a specification without any of these is one URL
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_NO_RANGE = re.compile(r"(?<!\\)\{([0-9]+)(?:-|\.{3,})([0-9]+)\}")
+_NO_RANGE = re.compile(r"(?<!\\)\{([0-9]+)(?:-|\.|\.{3,})([0-9]+)\}")
 #: `Listing.sizes` sends at most one request per this many shards, and this many more, because their
 #: folders may also hold other objects. With this limit, it gives up within seconds.
 _PER_PAGE, _SPARE_PAGES = 1000, 64

@@ -81,6 +81,7 @@ _MAY_NOT = (
     "these credentials may not read it (a missing object looks the same to "
     "credentials without s3:ListBucket); check the policy, or pass another profile"
 )
+_ANONYMOUS = "no credentials were sent; if it is not public, omit anon (--no-sign-request)"
 #: The header that requests the checksum of an object.
 _CHECKSUM = {"x-amz-checksum-mode": "ENABLED"}
 #: Keys of one page of a listing, the most that S3 allows, and the limit for reading it in bytes.
@@ -358,11 +359,12 @@ class S3Origin(Origin):
             return login_ended(self._profile)
         is_denied = code in _INVALID or (method == "HEAD" and response.status in (400, 405))
         status = 403 if is_denied else response.status
+        hint = _ANONYMOUS if self._options.get("anon") else _HINTS.get(code, _MAY_NOT)
         return refusal(
             shard,
             500 if code in _TRANSIENT else status,
             reason,
-            hint=_HINTS.get(code, _MAY_NOT),
+            hint=hint,
             headers=response.headers,
             throttled=is_throttling(code) or response.status == 503,
         )

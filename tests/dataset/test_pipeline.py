@@ -102,6 +102,11 @@ def held_back(samples):
     yield from before
 
 
+class HeldBack:
+    def __call__(self, samples):
+        return held_back(samples)
+
+
 def random_pipeline(seed, make, cache, resume):
     """Return a pipeline, and whether its samples and their order are those of WebDataset."""
     draw = random.Random(seed)
@@ -462,6 +467,7 @@ def test_another_order_of_shards_is_refused(make_cache, stages, select):
         (wds.RandomMix([[], []]), "RandomMix"),
         (wds.DataPipeline(wds.SimpleShardList(URLS), wds.shuffle(9)), "DataPipeline"),
         (partial(islice, random.Random(1)), "partial"),
+        (partial(HeldBack()), "partial"),
     ],
 )
 def test_a_stage_without_a_seed_is_refused(make, make_cache, stage, name):
@@ -611,6 +617,12 @@ def test_a_signal_handler_may_save_a_state_at_any_moment(make):
         while len(saved) < 100:
             dataset.set_epoch(epoch := dataset.epoch + 1)
             assert dataset.epoch == epoch
+        state = list(islice(dataset, 5)) and dataset.state_dict()
+        saved.clear()
+        while len(saved) < 200:
+            dataset.load_state_dict(state)
+            iter(dataset)  # continues it
+        assert {(each["epoch"], each["given"]) for each in saved[1:]} == {(state["epoch"], 5)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, old)
@@ -733,9 +745,10 @@ def test_a_state_that_only_workers_know_is_said(of_files, caplog):
     flat(batches_of(dataset))
     saved(dataset)
     assert "track" not in caplog.text
+    next(iter(dataset))  # a peek, whose position is not that of the workers
     batches = iter(batches_of(dataset))
     next(batches)
-    saved(dataset)
+    assert (saved(dataset)["epoch"], saved(dataset)["given"]) == (dataset.epoch, 0)
     assert "the workers of a DataLoader know the position" in caplog.text
 
 
@@ -746,6 +759,10 @@ def test_a_tracked_iteration_ends_when_a_state_is_loaded_or_an_epoch_set(of_file
     dataset.set_epoch(1)
     assert "set_epoch(1) leaves the position that was loaded" in caplog.text
     dataset.set_epoch(0)
+    for _ in islice(dataset.track(batches_of(dataset)), 3):
+        assert dataset.state_dict()["epoch"] == 0
+    dataset.set_epoch(1)  # the next one
+    assert dataset.state_dict() == saved(of_files()) | {"epoch": 1}
     for change, to in (dataset.load_state_dict, state), (dataset.set_epoch, 7):
         batches = dataset.track(batches_of(dataset))
         next(batches)

@@ -128,6 +128,16 @@ def test_an_iteration_begins_where_the_last_complete_one_or_a_state_ends(make):
     assert read([other]) == whole[5:] and other.epoch == 8
 
 
+@pytest.mark.parametrize("stop", [3, 16])
+def test_after_a_loop_that_ended_early_the_epoch_begins_again(make, stop):
+    """Although the workers of the loader have read ahead, after 16 batches to the last of 18."""
+    sampler = make()
+    loader = torch_data.DataLoader([*range(880)], batch_sampler=sampler, num_workers=1)
+    assert len([*itertools.islice(loader, stop)]) == stop
+    assert (sampler.epoch, sampler.batch, sampler.state_dict()["taken"]) == (0, 0, stop * 48)
+    assert (len([*loader]), sampler.epoch) == (18, 1)
+
+
 def test_states_of_other_orders_are_refused_by_name(make):
     state = make(lanes=2).state_dict()
     for options, changes, text in (

@@ -243,6 +243,39 @@ def test_a_first_read_in_a_hook_of_atexit_works(url, tmp_path):
     assert ended == (0, f"{len(DATA)}\n", "")
 
 
+def test_the_first_use_of_a_cache_may_be_interrupted_and_repeated(url, tmp_path):
+    code = """if True:
+        import importlib.machinery, signal, sys, time
+        import shardcache
+
+        class SlowImport:
+            def find_spec(self, name, path, _):
+                if name != "shardcache.download.connections":  # which another module imports
+                    return None
+                spec = importlib.machinery.PathFinder.find_spec(name, path)
+                execute = spec.loader.exec_module
+                spec.loader.exec_module = lambda module: time.sleep(1) or execute(module)
+                return spec
+
+        def interrupt(_, frame):
+            raise InterruptedError("importing" * ("importlib" in frame.f_code.co_filename))
+
+        sys.meta_path.insert(0, SlowImport())
+        signal.signal(signal.SIGALRM, interrupt)
+        cache = shardcache.Cache(sys.argv[1], min_free=0)
+        for _ in range(3):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            try:
+                cache.open(sys.argv[2])
+            except InterruptedError as exn:
+                print("interrupted", *exn.args)
+        print(len(cache.open(sys.argv[2]).read()))
+    """
+    ended = run_process(tmp_path / "cache", url, python=[sys.executable, "-c", code])
+    # Its main thread did not import: a handler that raises there keeps a lock of a module.
+    assert ended == (0, "interrupted \n" * 3 + f"{len(DATA)}\n", "")
+
+
 @pytest.mark.parametrize("max_size", [None, 1000], ids=["download", "past"])
 def test_a_server_that_ends_each_answer_early_gets_few_requests(make_cache, serve, max_size):
     """Fewer bytes than an attempt must receive."""

@@ -1,7 +1,6 @@
 """examples/demo.py: its figures, and that it leaves nothing behind."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,10 +11,9 @@ from tests.support.storetools import wait_until
 
 
 def processes_of(directory):
-    """Return the other live processes whose command lines mention ``directory``."""
-    found = subprocess.run(["ps", "-wweo", "pid=,stat=,args="], capture_output=True, text=True)
-    rows = [line.split(maxsplit=2) for line in found.stdout.splitlines() if str(directory) in line]
-    return [row for row in rows if int(row[0]) != os.getpid() and row[1][0] != "Z"]
+    """Return the live processes whose command lines mention ``directory``."""
+    found = subprocess.run(["pgrep", "-f", str(directory)], capture_output=True, text=True)
+    return found.stdout.split()
 
 
 def test_the_demo_counts_the_bytes_of_the_server_and_keeps_the_cache(capsys, monkeypatch, tmp_path):

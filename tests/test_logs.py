@@ -139,9 +139,7 @@ UNUSABLE = {
 @pytest.mark.parametrize(
     ("kind", "method"), [*((kind, "fork") for kind in UNUSABLE), ("with other files", "spawn")]
 )
-def test_a_directory_that_cannot_be_used_is_one_error_of_the_job(
-    tmp_path, log, set_variables, kind, method
-):
+def test_a_directory_that_cannot_be_used_is_one_error(tmp_path, log, set_variables, kind, method):
     set_variables(_SHARDCACHE_UNUSABLE="")
     shop, root, (make, advice) = Shop(tmp_path, 3), tmp_path / "root", UNUSABLE[kind]
     root = root / "file" / "cache" if kind == "below a file" else root

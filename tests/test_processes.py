@@ -8,44 +8,27 @@ import signal
 import pytest
 
 from shardcache import Cache
-from shardcache.layout import Layout
 from tests.support.disktools import needs_root
 from tests.support.storetools import BLOCK, crowd, forked, together, wait_until
 from tests.support.tars import make_tar
-
-pytestmark = pytest.mark.usefixtures("s3_environment")
 
 SHARD = make_tar(5, members=8, size=2 * BLOCK)  # 32 MiB
 STORED = [True, True]  # the right bytes, from a file
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "cache"
+def url(put):
+    return put("a.tar", SHARD)
 
 
-@pytest.fixture
-def url(s3, bucket, proxy):
-    s3.put(bucket, "a.tar", SHARD)
-    proxy.reset()
-    return f"s3://{bucket}/a.tar"
-
-
-def partials(root):
-    return list(Layout.of_root(root).partial.glob("*"))
-
-
-def written(root):
+def written(layout):
     """Return the bytes that the running download has written."""
-    return max(
-        (file.stat().st_blocks * 512 for path in partials(root) for file in path.glob("*.tar")),
-        default=0,
-    )
+    return max((file.stat().st_blocks * 512 for file in layout.partial.glob("*/*.tar")), default=0)
 
 
-def reader(parent, root, url, **options):
+def reader(parent, url, **options):
     """Read a shard when the parent sends a message."""
-    with Cache(root, **options) as cache:
+    with Cache(**options) as cache:
         parent.hear()
         with cache.open(url) as stream:
             parent.say([stream.read() == SHARD, os.path.exists(stream.name)])
@@ -53,21 +36,19 @@ def reader(parent, root, url, **options):
 
 
 @pytest.mark.locks_work
-def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucket, proxy, root):
-    shards = {f"{bucket}/{n}.tar": make_tar(n, members=4, size=BLOCK) for n in range(4)}
-    for path, data in shards.items():
-        s3.put(*path.split("/"), data)
-    proxy.reset()
+def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(put, proxy):
+    data = [make_tar(n, members=4, size=BLOCK) for n in range(4)]
+    shards = {put(f"{n}.tar", each): each for n, each in enumerate(data)}
 
     def read_all(number):
-        with Cache(root) as cache:
-            return [cache.open(f"s3://{path}").read() for path in shards] == [*shards.values()]
+        with Cache() as cache:
+            return [cache.open(url).read() for url in shards] == data
 
     assert all(together(8, read_all))
-    assert proxy.fetches() == dict.fromkeys(shards, 1)
+    assert proxy.fetches() == {url.removeprefix("s3://"): 1 for url in shards}
     received = proxy.received()
-    assert received == sum(map(len, shards.values()))
-    found = Cache(root).stats()
+    assert received == sum(map(len, data))
+    found = Cache().stats()
     assert (found.opens, found.misses, found.fetches, found.failed) == (32, 4, 4, 0)
     assert found.hits + found.coalesced == 28
     assert (found.bytes_origin, found.bytes_opened) == (received, 8 * received)
@@ -76,28 +57,27 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(s3, bucke
 
 
 @pytest.mark.locks_work
-def test_others_resume_the_download_of_a_killed_process(url, proxy, root):
-    with crowd(4, lambda parent, number: reader(parent, root, url)) as (victim, *others):
+def test_others_resume_the_download_of_a_killed_process(url, proxy, layout):
+    with crowd(4, lambda parent, number: reader(parent, url)) as (victim, *others):
         proxy.pause(len(SHARD) // 4)  # in each of two parts
         victim.tell()
-        wait_until(lambda: written(root) >= len(SHARD) // 2 - 4 * BLOCK)
+        wait_until(lambda: written(layout) >= len(SHARD) // 2 - 4 * BLOCK)
         for other in others:
             other.tell()
-        sessions = Layout.of_root(root).sessions
-        wait_until(lambda: len(list(sessions.glob("*.wait"))) == 3)
+        wait_until(lambda: len(list(layout.sessions.glob("*.wait"))) == 3)
         victim.kill()
         proxy.resume()
         assert [other.hear() for other in others] == [STORED] * 3
     assert proxy.received() < 1.3 * len(SHARD)
-    assert partials(root) == []
+    assert list(layout.partial.iterdir()) == []
 
 
 @pytest.mark.locks_work
 @pytest.mark.parametrize(("max_size", "requests"), [("10GB", 2), ("1MB", 1)])
-def test_a_hanging_process_counts_its_bytes(url, proxy, root, max_size, requests):
+def test_a_hanging_process_counts_its_bytes(url, proxy, max_size, requests):
     proxy.pause(2 * BLOCK)  # in each part, or in the stream
     other = functools.partial(reader, max_size=max_size)
-    with forked(other, root, url) as child, Cache(root) as cache:
+    with forked(other, url) as child, Cache() as cache:
         child.tell()
         wait_until(lambda: requests * 2 * BLOCK <= proxy.received() == cache.stats().bytes_origin)
         if requests == 2:
@@ -105,23 +85,23 @@ def test_a_hanging_process_counts_its_bytes(url, proxy, root, max_size, requests
             assert (cache.stats().coalesced, cache.stats().misses) == (1, 0)
 
 
-def test_a_stopped_holder_is_passed_by_and_wakes_harmlessly(url, proxy, root):
+def test_a_stopped_holder_is_passed_by_and_wakes_harmlessly(url, proxy, layout):
     impatient = functools.partial(reader, stale_after=1)
-    with forked(reader, root, url) as holder, forked(impatient, root, url) as other:
+    with forked(reader, url) as holder, forked(impatient, url) as other:
         proxy.pause(len(SHARD) // 4)
         holder.tell()
-        wait_until(lambda: written(root) >= BLOCK)
+        wait_until(lambda: written(layout) >= BLOCK)
         holder.kill(signal.SIGSTOP)
         proxy.resume()
         assert other.ask() == STORED
         holder.kill(signal.SIGCONT)
         assert holder.hear() == STORED
-    (entry,) = Cache(root).entries()
+    (entry,) = Cache().entries()
     assert entry.data.read_bytes() == SHARD
-    assert partials(root) == []
+    assert list(layout.partial.iterdir()) == []
 
 
-def contained(parent, root, url):
+def contained(parent, url):
     """Read a shard in a container, in which the reader has the pid 1."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(0x20020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWPID | _NEWNS
@@ -131,14 +111,14 @@ def contained(parent, root, url):
     assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
     assert libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
     assert os.getpid() == 1 and os.readlink("/proc/self") == "1"
-    reader(parent, root, url)
+    reader(parent, url)
 
 
 @needs_root
-def test_containers_with_equal_pids_share_one_fetch(url, root, proxy):
-    with forked(contained, root, url) as one, forked(contained, root, url) as other:
+def test_containers_with_equal_pids_share_one_fetch(url, layout, proxy):
+    with forked(contained, url) as one, forked(contained, url) as other:
         one.tell()
         other.tell()
         assert [one.hear(), other.hear()] == [STORED] * 2
         assert proxy.fetches().total() == 1
-        assert len(list((root / "v1/sessions").glob("*.session"))) == 2
+        assert len(list(layout.sessions.glob("*.session"))) == 2

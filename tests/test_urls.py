@@ -30,6 +30,7 @@ def key_of(url, **options):
 
 
 schemes = st.sampled_from(["s3", "gs", "hf"])
+OSS = "x-oss-credential=c&x-oss-signature=s"
 SIGV4 = f"X-Amz-Algorithm=A&X-Amz-Credential={CANARY}&X-Amz-Date=D&X-Amz-Signature={CANARY}"
 
 
@@ -82,10 +83,7 @@ def test_two_resources_of_the_web_never_share_a_key(resources):
         ("https://h/k?signature=x&expires=1", "https://h/k"),
         ("https://h/k?X-Amz-Signature=x&X-Amz-Date=1", "https://h/k?X-Amz-Date=1"),
         (f"https://h/k?{SIGV4}&part=1", f"https://h/k?{SIGV4}&part=2"),
-        (
-            "https://h/k?x-oss-credential=c&x-oss-signature=s&x-oss-process=image/resize,w_9",
-            "https://h/k?x-oss-credential=c&x-oss-signature=s",
-        ),
+        (f"https://h/k?{OSS}&x-oss-process=image/resize,w_9", f"https://h/k?{OSS}"),
     ],
 )
 def test_similar_urls_have_different_keys(one, other):
@@ -95,11 +93,10 @@ def test_similar_urls_have_different_keys(one, other):
 def test_endpoints_are_part_of_the_key():
     url = "s3://lab/a.tar"
     endpoints = [None, "http://minio:9000", "http://minio:9001", "https://ceph", "https://ceph/s3"]
-    endpoints += [
-        f"https://s3.{p}" for p in ("cn-north-1.amazonaws.com.cn", "eusc-de-east-1.amazonaws.eu")
-    ]
+    domains = ["cn-north-1.amazonaws.com.cn", "eusc-de-east-1.amazonaws.eu"]
     regions = ("us-gov-west-1", "us-iso-east-1", "us-isob-east-1", "eu-isoe-west-1")
-    endpoints += [f"https://s3.{region}.amazonaws.com" for region in regions]
+    domains += [f"{region}.amazonaws.com" for region in regions]
+    endpoints += [f"https://s3.{domain}" for domain in domains]
     assert len({key_of(url, endpoint=endpoint) for endpoint in endpoints}) == len(endpoints)
     assert parse_url(url, endpoint="http://minio:9000").canonical == url
     assert key_of("gs://b/k", endpoint="http://minio:9000") == key_of("gs://b/k")
@@ -185,10 +182,7 @@ SHOWN = [
         ("/data/k?token=A", "file:///data/k?token=A"),
         # Parameters that may be secrets: they are part of the key, which is shown in their place.
         (f"https://h/k?token={CANARY}", "https://h/k?token=***"),
-        (
-            f"https://h/k?x?sig={CANARY};api_key={CANARY}#{CANARY}",
-            "https://h/k?***?sig=***;api_key=***",
-        ),
+        (f"https://h/k?x?sig={CANARY};key={CANARY}#{CANARY}", "https://h/k?***?sig=***;key=***"),
         (f"https://h/k?{CANARY}", "https://h/k?***"),
         (f"https://h/k?u={CANARY}&session=1", "https://h/k?u=***&session=***"),
         (f"https://me:{CANARY}@h/k?jwt=1", "https://h/k?jwt=***"),
@@ -229,13 +223,8 @@ def test_spellings_of_one_endpoint_share_a_key(one, other):
 
 def test_relative_and_absolute_paths_share_a_key(tmp_path, monkeypatch):
     assert os.fsencode(parse_url(os.fsdecode(b"/data/\xff")).local_path) == b"/data/\xff"
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    assert key_of("a.tar") == key_of("./a.tar") == key_of(f"{gone}/a.tar")
-    gone.rmdir()
-    with pytest.raises(ConfigError, match="removed"):
-        parse_url("a.tar")
+    monkeypatch.chdir(tmp_path)
+    assert key_of("a.tar") == key_of("./a.tar") == key_of(f"{tmp_path}/a.tar")
 
 
 def test_keys_do_not_change_between_releases():

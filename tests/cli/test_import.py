@@ -104,9 +104,8 @@ def test_another_file_than_the_cached_shard_is_refused(run, open_cache, folder, 
 
 
 @pytest.mark.parametrize("part", [5, 8])
-def test_the_etag_of_a_multipart_upload_is_compared(
-    s3, bucket, s3_environment, open_cache, tmp_path, part
-):
+@pytest.mark.usefixtures("s3_environment")
+def test_the_etag_of_a_multipart_upload_is_compared(s3, bucket, open_cache, tmp_path, part):
     content, client = make_tar(1, 80, 70_000), s3.client()
     where = {"Bucket": bucket, "Key": "big.tar"}
     upload = {**where, "UploadId": client.create_multipart_upload(**where)["UploadId"]}
@@ -161,9 +160,7 @@ def test_an_interrupted_import_leaves_the_file_as_it_was(open_cache, folder, url
     assert cache.path(url) is None
 
 
-def test_a_file_that_changes_while_it_is_copied_is_not_imported(
-    open_cache, folder, url, monkeypatch
-):
+def test_a_file_that_changes_during_its_copy_is_not_imported(open_cache, folder, url, monkeypatch):
     file, sendfile = folder / "train-0000.tar", os.sendfile
     with file.open("r+b") as writer:  # so that it is copied
 

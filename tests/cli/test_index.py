@@ -38,9 +38,7 @@ def test_the_file_serves_a_data_set_and_wids(run, spec, file, proxy, open_cache)
     assert f"/train-0000.tar has 20 samples; {file} states 21\n" in out
 
 
-def test_a_failed_run_is_resumed_without_the_cache_and_with_a_damaged_journal(
-    run, spec, file, s3, bucket, data, proxy
-):
+def test_a_journal_resumes_a_failed_run_without_the_cache(run, spec, file, s3, bucket, data, proxy):
     s3.client().delete_object(Bucket=bucket, Key="train-0001.tar")
     absent = f"s3://{bucket}/absent-{{0..4}}.tar"
     err = run.err("index", absent, spec, "-o", file, "-v", code=3)
@@ -50,7 +48,7 @@ def test_a_failed_run_is_resumed_without_the_cache_and_with_a_damaged_journal(
     assert f"{text}Upload the missing shards, or " in err
     run.out("rm", "-y", "*.tar")
     key = re.search(r'"(\w{32})"', Path(f"{file}.partial").read_text())[1]
-    lines = [json.dumps([key, "", number]) for number in (-7, 3.5)]
+    lines = [json.dumps([key, "", number]) for number in (-7, 3.5)]  # the journal is damaged
     with open(f"{file}.partial", "ab") as journal:
         journal.write("\n".join(["", *lines, "5", "null", '["x"]', ""]).encode() + b"\xff")
     s3.put(bucket, "train-0001.tar", data["train-0001.tar"])
@@ -78,12 +76,9 @@ def test_a_count_holds_for_one_version_at_one_endpoint(
     assert len(proxy.fetches()) == 4  # of the other endpoint
 
 
-def test_files_that_a_data_set_would_not_know_and_shards_without_samples(
-    run, s3, bucket, file, s3_environment
-):
+def test_files_that_a_data_set_would_not_know_and_shards_without_samples(run, put, file):
     assert "let it end in .json" in run.err("index", "s3://b/a.tar", "-o", "foo.idx", code=2)
-    s3.put(bucket, "text.tar", b"no tar" * 99)
-    err = run.err("index", f"s3://{bucket}/text.tar", "-o", file, code=3)
+    err = run.err("index", put("text.tar", b"no tar" * 99), "-o", file, code=3)
     assert "1 shard could not be counted. Pack and upload it again, or leave it out, and run" in err
     assert not Path(f"{file}.partial").exists()
 
@@ -95,6 +90,7 @@ LARGE = tar_of([("a.x", DATA[512:])], tarfile.USTAR_FORMAT)
 SMALL = tar_of([(f"{n}.x", DATA[n : n + 4000]) for n in range(700)], tarfile.USTAR_FORMAT)
 #: Where the marker of the last one begins.
 END = 700 * (512 + 4096)
+STOP = f"readers stop at an end marker at byte {END} and miss the data from byte "
 
 
 @pytest.mark.parametrize(
@@ -104,21 +100,16 @@ END = 700 * (512 + 4096)
         (ONE[:1024] + TWO[:700], "readers fail after byte 1024 (unexpected end of data)"),
         (ONE + TWO, "readers stop at an end marker at byte 1024 and miss the data from byte 10240"),
         (LARGE + TWO, f"readers stop at an end marker at byte {LONG} and miss the data from byte "),
-        *(
-            (SMALL[: END + 512 * n] + TWO, f"readers stop at an end marker at byte {END} and miss ")
-            for n in (2, 3)
-        ),
+        *((SMALL[: END + 512 * n] + TWO, STOP) for n in (2, 3)),
         (ONE + b"junk", "readers stop at an end marker at byte 1024 and miss the data from byte "),
         (ONE[:1024] + b"x" * 512 + TWO, "readers stop at a damaged header at byte 1024 and miss "),
         ("a.x b.x a.x", "the key a occurs again after other keys"),
         ("d/a.x d/a.y d/a.X", "the sample d/a has two files x"),
     ],
 )
-def test_samples_that_readers_miss_or_mix_are_named(
-    run, s3, bucket, s3_environment, file, data, problem
-):
-    url, malformed = f"s3://{bucket}/a.tar", isinstance(data, bytes)
-    s3.put(bucket, "a.tar", data if malformed else tar_of([(n, b"") for n in data.split()]))
+def test_samples_that_readers_miss_or_mix_are_named(run, put, file, data, problem):
+    malformed = isinstance(data, bytes)
+    url = put("a.tar", data if malformed else tar_of([(n, b"") for n in data.split()]))
     # A download looks for end markers; names and headers are checked when samples are counted.
     commands = ["prewarm"] * (malformed and "damaged" not in problem)
     if "fail" not in problem:
@@ -130,9 +121,9 @@ def test_samples_that_readers_miss_or_mix_are_named(
         assert f"malformed    {url}  {problem}" in run.out("verify", code=4)
 
 
-def test_zeros_in_a_sample_are_no_end_marker(run, s3, bucket, s3_environment):
-    s3.put(bucket, "a.tar", tar_of([("a.x", bytes(LONG)), ("b.x", b"b")]))
-    assert "warning" not in run.err("prewarm", f"s3://{bucket}/a.tar", code=0)
+def test_zeros_in_a_sample_are_no_end_marker(run, put):
+    url = put("a.tar", tar_of([("a.x", bytes(LONG)), ("b.x", b"b")]))
+    assert "warning" not in run.err("prewarm", url, code=0)
     assert "malformed" not in run("verify")[1]
 
 

@@ -46,13 +46,11 @@ def test_progress_has_the_units_of_all_commands(spec):
         screen.read(until=r"[0-9] KB/s.*ETA")
 
 
-def test_progress_distinguishes_shards_of_one_name(s3, bucket, s3_environment, proxy):
-    folders = ("imagenet-21k/training", "laion-aesthetics/training")
-    for folder in folders:
-        s3.put(bucket, f"datasets/{folder}/train-0000.tar", make_tar(0, 60, 70_000))
+def test_progress_distinguishes_shards_of_one_name(put, proxy):
+    folders, data = ("imagenet-21k/training", "laion-aesthetics/training"), make_tar(0, 60, 70_000)
+    urls = [put(f"datasets/{folder}/train-0000.tar", data) for folder in folders]
     proxy.pause(after=1_200_000)
-    specs = [f"s3://{bucket}/datasets/{folder}/train-0000.tar" for folder in folders]
-    with Screen("prewarm", *specs, columns=60) as screen:
+    with Screen("prewarm", *urls, columns=60) as screen:
         for folder in folders:
             screen.read(until=rf"{folder[:15]}\S*/train-0000\.tar ")
 

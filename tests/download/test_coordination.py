@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shardcache.errors import LockTimeoutError, TransferError
-from shardcache.layout import META, Layout
+from shardcache.layout import META
 from shardcache.locks.sessions import live_waits
 from shardcache.origins.base import TransientError
 from shardcache.store.entry import Store
 from tests.support import caches, storetools
 from tests.support.caches import held_elsewhere, unfinished
 from tests.support.fakes import Fault
-from tests.support.storetools import BLOCK, PATIENCE, forked, refusing, room, wait_until
+from tests.support.storetools import BLOCK, PATIENCE, forked, layout_of, refusing, room, wait_until
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/other.tar"
@@ -44,10 +44,6 @@ def streamed(cache):
         return bool(stream.name == URL)
 
 
-def layout(cache):
-    return Layout.of_root(cache.dir)
-
-
 def test_all_uses_of_a_shard_in_a_process_share_one_download(make_cache, origin, clock, caplog):
     cache, more, stop = make_cache(connections=1), origin.hold(2 * BLOCK), threading.Event()
     with ThreadPoolExecutor() as pool:
@@ -66,7 +62,7 @@ def test_all_uses_of_a_shard_in_a_process_share_one_download(make_cache, origin,
 
 def test_a_download_looks_the_shard_up_again_after_taking_the_lock(make_cache, origin, monkeypatch):
     first, late, real = make_cache(), make_cache(), fcntl.flock
-    path = str(layout(late).key_lock(late.parse(URL).key))
+    path = str(layout_of(late.dir).key_lock(late.parse(URL).key))
 
     def lock_late(fd, operation):
         if os.readlink(f"/proc/self/fd/{fd}") == path:
@@ -99,7 +95,7 @@ def test_a_stuck_holder_is_announced_and_passed_by(make_cache, origin, clock, ca
 @pytest.mark.locks_work
 def test_a_holder_with_progress_is_never_passed_by(make_cache, origin, clock):
     cache = make_cache(stale_after=10, lock_timeout=100)
-    partial = storetools.begin(layout(cache), storetools.metadata_for(URL, DATA))
+    partial = storetools.begin(layout_of(cache.dir), storetools.metadata_for(URL, DATA))
     lock = held_elsewhere(cache, URL, clock.time(), partial=partial.path.name)
     grown = [0]
 
@@ -153,7 +149,7 @@ def test_after_lock_timeout_a_reader_streams_unless_it_is_strict(make_cache, clo
 @pytest.mark.locks_work
 def test_only_two_pass_a_stuck_holder_by(make_cache, clock):
     cache = make_cache(stale_after=1, lock_timeout=30)
-    locks = [storetools.taken(layout(cache).named_lock(f"private-{n}")) for n in range(2)]
+    locks = [storetools.taken(layout_of(cache.dir).named_lock(f"private-{n}")) for n in range(2)]
     locks.append(held_elsewhere(cache, URL))
     with pytest.raises(LockTimeoutError):
         cache.fetch(URL)
@@ -193,7 +189,7 @@ def test_a_resumed_download_evicts_as_much_as_it_needs(make_cache, origin, tmp_p
     small = make_tar(2, members=1, size=BLOCK // 4)
     limit = room(tmp_path, len(DATA), len(small))
     cache = make_cache(max_size=limit, policy="lru")
-    layout(cache).usage.unlink(missing_ok=True)  # a dead download reserves no room
+    layout_of(cache.dir).usage.unlink(missing_ok=True)  # a dead download reserves no room
     for number in range((limit - room(tmp_path, 3 * BLOCK)) // room(tmp_path, len(small))):
         origin.objects[f"s3://lab/{number}.tar"] = small
         cache.fetch(f"s3://lab/{number}.tar")
@@ -270,7 +266,7 @@ def test_a_waiter_that_was_stopped_for_long_finds_the_shard(make_cache, origin):
         parent.say(make_cache(lock_timeout=1).fetch(URL).size)
 
     with cache.open(URL) as stream, forked(wait) as child:
-        wait_until(lambda: list(live_waits(layout(cache))))
+        wait_until(lambda: list(live_waits(layout_of(cache.dir))))
         child.kill(signal.SIGSTOP)
         more.set()
         assert stream.read() == DATA

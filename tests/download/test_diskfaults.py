@@ -125,6 +125,7 @@ def test_a_read_only_mount_serves_reads_and_warns_once(make_cache, origin, ram, 
     remount(ram, "rw")
     clock.sleep(60)
     assert all(read(cache, url, origin) for url in urls)
+    assert len(live_sessions(Layout.of_root(cache.dir))) == 1
     cache.close()
     # A cleaning, which is due now, may sweep a new partial and warn of it.
     assert sum("read-only" in text.lower() for text in warnings(caplog)) == 1

@@ -5,7 +5,6 @@ After every test, `Lab.audit` checks the cache.
 
 import gc
 import gzip
-import json
 import os
 import random
 import re
@@ -26,7 +25,6 @@ from tests.support.caches import unfinished
 from tests.support.proxy import Answer, Fault, Rule
 from tests.support.storetools import descriptors, wait_until
 from tests.support.tars import difference, labelled_tar
-from tests.support.webservers import answer
 
 MIB = 1 << 20
 #: Five parts, the last one short.
@@ -157,31 +155,6 @@ def test_one_fault_is_healed(lab, claim, start):
     assert lab.gets() <= (3 * PARTS if more is None else PARTS + more)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [Fault(hang_up="stall"), Fault(cut=300_000, how="stall"), Fault(rate=2000)],
-    ids=["before the head", "in the body", "a trickle"],
-)
-def test_a_silent_request_is_repeated_after_timeout(lab, fault):
-    rule = Rule(fault, start=MIB)
-    lab.proxy.script(rule)
-    lab.expect(lab.cache(timeout=0.7, attempts=6))
-    assert rule.fired == 1
-    repeated = [r.range for r in lab.proxy.requests() if r.range and not r.fault]
-    assert any(MIB <= start < 2 * MIB for start, _ in repeated)
-
-
-def test_faults_of_a_streamed_shard_are_healed(lab):
-    cache = lab.cache(max_size="2MiB")
-    lab.proxy.script(
-        Rule(Fault(cut=2 * MIB), skip=1),
-        Rule(Fault(cut=MIB, how="reset"), skip=2),
-        Rule(Fault(answer=page(503, "SlowDown")), skip=3),
-    )
-    lab.expect(cache)
-    assert not list(cache.entries())
-
-
 NO_ETAG, NO_LENGTH, NO_TIME = {"ETag": None}, {"Content-Length": None}, {"Last-Modified": None}
 OLD = {"Last-Modified": "Mon, 02 Nov 2020 10:00:00 GMT"}
 NOW = {**OLD, "Date": OLD["Last-Modified"]}
@@ -254,6 +227,7 @@ PERSISTENT: dict[str, tuple[Fault, dict[str, float | str], str, int]] = {
     "compressed bodies": (Fault(body=gzip.compress, headers=GZIP), {}, "asked for bytes", 16),
     "silence": (Fault(hang_up="stall"), SILENT, "2 attempts failed", 2),
     "silence in the body": (Fault(cut=1000, how="stall"), SILENT, "2 attempts failed", 2),
+    "a trickle": (Fault(rate=2000), SILENT, "2 attempts failed", 2),
     "slowness": (Fault(rate=20_000), SLOW, "deadline", 1),
     "no such host": (Fault(), {"endpoint_url": "http://nowhere.invalid:9"}, "nowhere.invalid:9", 0),
     "no server": (Fault(), {"endpoint_url": "http://127.0.0.1:9"}, "127.0.0.1:9", 0),
@@ -293,28 +267,6 @@ def test_a_permanent_refusal_is_not_repeated(lab, claim):
     message(caught, lab)
     assert len(lab.proxy.requests()) == requests
     assert os.listdir(lab.path / "v1/partial") == []
-
-
-def test_an_attempt_of_a_prewarm_is_one_request(lab):
-    """Neither the SDK nor its pool nor a layer above adds retries of its own."""
-    lab.proxy.script(Rule(Fault(answer=page(500, "InternalError")), times=None))
-    (error,) = lab.cache(connections=1).prewarm(lab.url, jobs=4).failures.values()
-    assert "3 attempts failed" in str(error) and lab.gets() == 3
-
-
-def test_expired_credentials_are_renewed_once(lab, serve, monkeypatch, s3):
-    """In the middle of a shard, with the credentials of a container."""
-    keys = {"AccessKeyId": s3.access_key, "SecretAccessKey": s3.secret_key, "Token": None}
-    keys["Expiration"] = "2099-01-01T00:00:00Z"
-    texts = (json.dumps({**keys, "AccountId": number}) for number in range(100, 200))
-    vendor = serve(lambda head: answer("200 OK", next(texts).encode()))
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{vendor.url}/credentials")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    expired = Rule(Fault(answer=page(400, "ExpiredToken")), start=3 * MIB)
-    lab.proxy.script(expired)
-    lab.expect(lab.cache(connections=1))
-    assert (expired.fired, len(vendor.heads)) == (1, 2)
 
 
 @pytest.mark.parametrize("size", [SIZE + 4096, SIZE - MIB, SIZE], ids=["longer", "shorter", "same"])

@@ -198,14 +198,10 @@ def test_the_codec_of_host_names_is_imported_before_the_first_thread():
     assert done.stdout == b"True\n", done
 
 
-def prepared(cache, url):
-    cache.prepare(url)
-    no_thread("-prepare")
-
-
 def test_a_cache_prepares_its_directory_and_its_client(tmp_path):
     with Cache(tmp_path / "cache", min_free=0, endpoint_url="http://127.0.0.1:9") as cache:
-        prepared(cache, "s3://lab/a.tar")
+        cache.prepare("s3://lab/a.tar")
+        no_thread("-prepare")
         assert (tmp_path / "cache" / "v1").is_dir()
         assert cache.process.origins.of(cache.parse("s3://lab/a.tar"))._keys is not None
 
@@ -215,7 +211,8 @@ def test_a_cache_prepares_its_directory_and_its_client(tmp_path):
 )
 def test_a_failed_preparation_is_no_error(make_cache, origin, url, failing, caplog):
     with caplog.at_level(logging.DEBUG, "shardcache.cache"):
-        prepared(make_cache(), url)
+        make_cache().prepare(url)
+        no_thread("-prepare")
     assert origin.requests == []
     assert ["not prepared" in message for message in caplog.messages] == [True] * failing
 

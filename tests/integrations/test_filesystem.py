@@ -1,11 +1,9 @@
 """``shardcache::s3://...`` in fsspec."""
 
-import contextlib
 import errno
 import os
 import pickle
 import re
-import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -75,11 +73,11 @@ def test_open_and_cat_read_through_the_default_cache(url, default, proxy, tmp_pa
 def test_info_is_the_same_before_and_after_a_download(url, default, proxy):
     """Hugging Face's datasets name their own cache after this information."""
     fs, path = fsspec.url_to_fs(url)
-    before = fs.info(path)
+    before, key = fs.info(path), fs.ukey(path)
     fs.cat_file(path)
     proxy.reset()
     after = fs.info(path)
-    assert proxy.requests() == []
+    assert fs.ukey(path) == key and proxy.requests() == []
     assert after == {key: before[key] for key in after}
     assert set(after) == {"name", "size", "type", "ETag", "LastModified", "VersionId"}
     assert after["ETag"].startswith('"') and after["size"] == len(SHARD)
@@ -221,7 +219,7 @@ def test_opens_in_many_threads_share_one_cache(memory):
 
 
 @pytest.mark.parametrize("root", ["", "/", "memory://", "shardcache://memory://"])
-def test_names_are_those_that_fsspecs_own_code_expects(root, memory):
+def test_names_are_those_that_fsspecs_own_code_expects(root, memory, tmp_path):
     mapper, below = memory.get_mapper(root), DirFileSystem(f"{root}/part", memory)
     assert sorted(mapper) == list(NAMES) and mapper["part/c.tar"] == SHARD
     assert below.cat("c.tar") == SHARD and below.find("") == ["c.tar"]
@@ -229,6 +227,10 @@ def test_names_are_those_that_fsspecs_own_code_expects(root, memory):
     assert memory.glob(f"{root}/*/") == ["/part"]
     assert memory.info(f"{root}/a.tar")["name"] == memory._strip_protocol(f"{root}/a.tar")
     assert memory.du(root) == 3 * len(SHARD) and memory._parent(f"{root}/part/c.tar") == "/part"
+    memory.get([f"{root}/a.tar"], f"{tmp_path}/copies/")
+    memory.get(f"{root}/part", f"{tmp_path}/copies/", recursive=True)
+    copies = [(tmp_path / "copies" / name).read_bytes() for name in ("a.tar", "part/c.tar")]
+    assert copies == [SHARD] * 2
 
 
 def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp_path):
@@ -244,25 +246,6 @@ def test_a_file_describes_itself_before_and_after_its_first_download(memory, tmp
         with pytest.raises(ValueError):
             stream.fileno()  # of a closed file
         memory.cat_file("/b.tar", 0, 1)  # the other loop reads this one from the cache
-
-
-def test_a_handler_may_raise_while_the_size_is_asked_for(files, web):
-    files.files["/a.tar"] = content = SHARD + bytes(BLOCK)  # more than a buffer
-
-    def handler(frame, event, _):
-        if left and not (left.pop() or left):
-            raise InterruptedError(0, "by a handler")
-
-    for number in range(1, 60):
-        with web.open(f"{files.url}/a.tar") as stream:
-            found, left = stream.read(1000), [None] * number
-            with contextlib.suppress(InterruptedError):
-                sys.setprofile(handler)
-                try:
-                    stream.size  # noqa: B018
-                finally:
-                    sys.setprofile(None)
-            assert found + stream.read() == content
 
 
 def test_numpy_waits_for_the_first_download(files, web):
@@ -297,14 +280,9 @@ def test_a_version_id_is_honoured_or_refused(url, bucket, default, s3, memory):
     old = fs.info(path)["VersionId"]
     s3.put(bucket, "a.tar", newer)
     fs.invalidate_cache()
-    before = fs.info(path), fs.ukey(path), fs.checksum(path), fs.info(path, version_id=old)
     assert fs.cat_file(path) == newer
     assert fs.cat_file(path, version_id=old) == fs.open(path, version_id=old).read() == SHARD
-    after = fs.info(path), fs.ukey(path), fs.checksum(path), fs.info(path, version_id=old)
-    assert after[1:3] == before[1:3]
-    for early, late in zip(before[::3], after[::3], strict=True):
-        assert late == {key: early[key] for key in late}
-        assert {"ETag", "LastModified", "VersionId"} < set(late)
+    assert fs.info(path, version_id=old)["VersionId"] == old != fs.info(path)["VersionId"]
     with pytest.raises(ConfigError, match="no version_id"):
         memory.open("/a.tar", version_id=old)
 

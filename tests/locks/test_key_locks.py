@@ -1,6 +1,7 @@
 """The lock of a key is one lock for all options of a cache."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -28,14 +29,11 @@ def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(
     damage(cache.entry(URL).data)
     origin.objects[URL] = make_tar(2, 400, 3500)
     more, requests = origin.hold(BLOCK + 5), len(origin.requests)
-    refresh = threading.Thread(target=other.prewarm, args=([URL],), kwargs={"refresh": True})
-    refresh.start()
-    try:
+    with ThreadPoolExecutor() as pool, ExitStack() as end:
+        end.callback(more.set)
+        pool.submit(other.prewarm, [URL], refresh=True)
         wait_until(lambda: len(origin.requests) > requests)
         (finding,) = cache.verify(repair=True)
         assert (finding.state, finding.set_aside) == ("damaged", False)
-    finally:
-        more.set()
-        refresh.join()
     assert caches.read(cache, URL) == origin.objects[URL]
     wait_until(lambda: not list(tmp_path.rglob("locks/??/*")))  # the download leaves no lock file

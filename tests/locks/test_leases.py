@@ -1,6 +1,5 @@
 """Leases: nodes that share a directory download a shard once, and dead nodes lose their leases."""
 
-import ctypes
 import errno
 import os
 import socket
@@ -13,10 +12,10 @@ import pytest
 from shardcache.cache import Cache
 from shardcache.files import IDLE_GRACE
 from shardcache.layout import Layout
+from shardcache.locks import mounts
 from shardcache.locks.keys import Holder, KeyLease, remove_locks
 from tests.support.caches import read
-from tests.support.disktools import needs_root
-from tests.support.storetools import Parent, age, forked, layout_of, refusing, wait_until
+from tests.support.storetools import age, layout_of, refusing, together, wait_until
 from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
@@ -26,12 +25,6 @@ ME = Holder(1, "node-1", 0, "job", 1.0)
 @pytest.fixture
 def layout(layout: Layout) -> Layout:
     return replace(layout, grace=IDLE_GRACE)
-
-
-def test_a_lease_needs_no_thread(layout, no_threads):
-    lease = KeyLease(layout, KEY)
-    assert lease.try_acquire(ME)
-    lease.release()
 
 
 def test_a_lease_is_granted_where_the_file_is_no_valid_lease(tmp_path, layout):
@@ -101,29 +94,17 @@ def test_a_shard_of_another_rank_is_in_use_from_the_start(
     assert len(origin.requests) == 1
 
 
-@needs_root
-def test_two_nodes_download_a_shard_once(s3, bucket, proxy, s3_environment, tmp_path):
-    """Two mount namespaces with separate /dev/shm act as two nodes."""
-    shards = {f"{n}.tar": make_tar(n, members=40, size=20_000) for n in range(4)}
-    for name, data in shards.items():
-        s3.put(bucket, name, data)
-    proxy.reset()
+def test_two_nodes_download_a_shard_once(files, tmp_path, monkeypatch):
+    files.files = {f"/{n}.tar": make_tar(n, members=40, size=20_000) for n in range(4)}
 
-    def node(parent: Parent) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
-        assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
-        assert libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, None) == 0
+    def node(number):
+        """Each node has its own sessions, so the nodes share only the leases."""
+        (own := tmp_path / f"node-{number}").mkdir()
+        monkeypatch.setattr(mounts, "_NODE_DIRECTORIES", (str(own),))
         with Cache(tmp_path / "cache", locks="lease", min_free=0) as cache:
-            parent.hear()
-            for name, data in shards.items():
-                assert read(cache, f"s3://{bucket}/{name}") == data
-            parent.say([name.split("-")[0] for name in os.listdir("/dev/shm")])
+            found = [read(cache, files.url + name) for name in files.files]
+            return found == [*files.files.values()] and len(list(own.rglob("*.session")))
 
-    with forked(node) as first, forked(node) as second:
-        first.tell()
-        second.tell()
-        # Each node has its own sessions, so the nodes share only the leases.
-        assert [first.hear(), second.hear()] == [["shardcache"]] * 2
-    assert proxy.fetches() == {f"{bucket}/{name}": 1 for name in shards}
+    assert together(2, node) == [1, 1]
+    assert len(files.heads) == len(files.files)
     assert not [p for p in (tmp_path / "cache/v1/locks").rglob("*") if p.is_file()]

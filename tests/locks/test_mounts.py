@@ -130,8 +130,9 @@ def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkey
     [record] = caplog.records
     assert "leases" in record.getMessage() and "1h" in record.getMessage()
     assert cache.clean(everything=True).removed == ()  # too recently used
+    assert cache.stats().misses == 2 and list(node.glob("*/stats.db"))
     assert list(node.glob("*/sessions/*.session"))
-    assert not list((root / "v1" / "sessions").glob("*.session"))
+    assert not [*root.glob("v1/sessions/*.session"), *root.glob("v1/stats.db")]
     age(root)
     assert len(cache.clean(everything=True).removed) == 2
     assert locked and not any(name.startswith(str(root)) for name in locked)
@@ -152,18 +153,15 @@ def test_all_processes_lock_as_the_one_that_made_the_cache(make_cache, origin, r
 
 @pytest.mark.locks_work("answers")
 @pytest.mark.parametrize(
-    ("made", "locks", "kind", "fix"),
-    [
-        ("flock", "auto", "nfs4", "delete .*manifest.json, and set locks to lease"),
-        ("flock", "lease", "ext4", "delete .*manifest.json, and set locks to lease"),
-        ("lease", "flock", "ext4", "Set locks to lease"),
-    ],
+    ("made", "locks", "kind"),
+    [("flock", "auto", "nfs4"), ("flock", "lease", "ext4"), ("lease", "flock", "ext4")],
 )
-def test_another_kind_of_lock_is_refused(root, run, monkeypatch, made, locks, kind, fix):
+def test_another_kind_of_lock_is_refused(root, run, monkeypatch, made, locks, kind):
+    fix = "Set" if made == "lease" else "delete .*manifest.json, and set"
     Cache(root, locks=made).pin(URL)
     on(kind, monkeypatch)
     monkeypatch.setenv("SHARDCACHE_LOCKS", locks)
-    with pytest.raises(ConfigError, match=f"locked by {made}, and .*{fix}"):
+    with pytest.raises(ConfigError, match=f"locked by {made}, and .*{fix} locks to lease"):
         Cache(root).fetch(URL)
     for command in f"rm -y {URL}", "clean":
         code, _, err = run("--dir", root, *command.split())

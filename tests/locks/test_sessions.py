@@ -15,7 +15,6 @@ from shardcache.locks.sessions import Session, live_sessions, live_waits, remove
 from shardcache.urls import parse_url
 from tests.support.caches import read
 from tests.support.clitools import run_process
-from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import forked, layout_of, no_descriptor_left, refusing, wait_until
 from tests.support.tars import make_tar
 
@@ -69,19 +68,6 @@ print(sum(name.endswith(".session") for name in found))
     ended = run_process(tmp_path, python=[sys.executable, "-X", "dev", "-c", program])
     assert ended == (0, "1\n", "")
     assert os.listdir(tmp_path / "cache/v1/sessions") == []
-
-
-@needs_root
-def test_a_job_gets_a_session_once_the_disk_can_be_written(shop):
-    with disk(shop.path, "size=16m"):
-        with shop.cache() as cache:
-            cache.fetch(shop.urls[0])
-        remount(shop.path, "ro")
-        with shop.cache() as cache:
-            assert len(read(cache, shop.urls[0])) == shop.size
-            remount(shop.path, "rw")
-            cache.fetch(shop.urls[1])
-            assert len(live_sessions(layout_of(cache.dir))) == 1
 
 
 @pytest.mark.locks_work

@@ -86,15 +86,6 @@ def test_a_response_has_a_checksum_unless_it_may_be_compressed(origin, s3, bucke
     assert body.status == 206 and contents(body) == data
 
 
-def test_a_connection_works_after_an_empty_object(origin, s3, bucket):
-    s3.put(bucket, "empty.tar", b"")
-    url = parse_url(f"s3://{bucket}/empty.tar")
-    for _ in range(3):
-        body = origin.open(url, 0, 100)
-        assert (body.stop, contents(body)) == (0, b"")
-    assert origin.open(url, 0, None).info.size == 0
-
-
 def test_a_request_for_a_replaced_version_fails(origin, s3, bucket):
     url = parse_url(f"s3://{bucket}/first.tar")
     pin = origin.open(url, 0, 10).info

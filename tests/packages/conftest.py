@@ -3,25 +3,12 @@
 Each test runs a program, because these packages start threads and processes, which end with it.
 """
 
-import io
-import os
 import sys
 
 import pandas
 import pytest
 
 from tests.support.trainingtools import DataSet, run
-
-
-def tables():
-    """Return ``table.csv`` and two Parquet files, by name."""
-    frame = pandas.DataFrame({"a": range(1000), "b": [f"row {n}" for n in range(1000)]})
-    found = {"table.csv": frame.to_csv(index=False).encode()}
-    for number in range(2):
-        buffer = io.BytesIO()
-        frame.to_parquet(buffer)
-        found[f"table/part-{number}.parquet"] = buffer.getvalue()
-    return found
 
 
 class Bench:
@@ -51,10 +38,11 @@ class Bench:
 @pytest.fixture
 def bench(s3, s3_environment, proxy, tmp_path, set_variables):
     s3.create_bucket("bucket")
-    for name, content in tables().items():
-        s3.put("bucket", name, content)
+    frame = pandas.DataFrame({"a": range(1000), "b": [f"row {n}" for n in range(1000)]})
+    s3.put("bucket", "table.csv", frame.to_csv(index=False).encode())
+    for number in range(2):
+        s3.put("bucket", f"table/part-{number}.parquet", frame.to_parquet())
     bench = Bench(DataSet(s3, "bucket", proxy), tmp_path)
     set_variables(SHARDCACHE_DIR=bench.cache, HF_HOME=tmp_path / "huggingface")
     set_variables(HF_HUB_DISABLE_TELEMETRY=1, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED=0)
-    assert os.environ["AWS_ENDPOINT_URL_S3"] == proxy.url
-    yield bench
+    return bench

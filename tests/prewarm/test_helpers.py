@@ -24,10 +24,8 @@ NAMES = [f"{number:02}.tar" for number in range(12)]
 
 
 @pytest.fixture
-def urls(s3, bucket, s3_environment, proxy):
-    for number, name in enumerate(NAMES):
-        s3.put(bucket, name, make_tar(number))
-    return [f"s3://{bucket}/{name}" for name in NAMES]
+def urls(put):
+    return [put(name, make_tar(number)) for number, name in enumerate(NAMES)]
 
 
 @pytest.fixture
@@ -111,9 +109,7 @@ def test_a_large_prewarm_uses_two_processes_and_logs_each_failure_once(tmp_path,
 
 
 @pytest.mark.parametrize("seconds", [0.0003, 0.001, 0.003])
-def test_a_signal_while_processes_are_forked_neither_hangs_nor_loses_shards(
-    tmp_path, hundred, seconds
-):
+def test_a_signal_during_forks_neither_hangs_nor_loses_shards(tmp_path, hundred, seconds):
     _, urls = hundred
 
     def on_alarm(*args):
@@ -191,9 +187,8 @@ def test_a_slow_shard_delays_no_other_and_helpers_have_the_secrets(tmp_path, ser
         return b"".join(part_of(make_tar(0), head))
 
     server = serve(respond, most=100)
-    outcomes, *_, downloaded = run(
-        tmp_path, [f"{server.url}/{name}?{query}" for name in NAMES], jobs=2, processes=processes
-    )
+    urls = [f"{server.url}/{name}?{query}" for name in NAMES]
+    outcomes, *_, downloaded = run(tmp_path, urls, jobs=2, processes=processes)
     assert outcomes == ["fetched"] * len(NAMES) and finished == [True] and downloaded == processes
 
 
@@ -217,17 +212,13 @@ def test_refusals_of_a_helper_alone_end_nothing(tmp_path, hundred):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_owner_downloads_the_shards_of_a_helper_that_is_gone_or_stopped(
-    tmp_path, urls, monkeypatch, number
-):
-    monkeypatch.setenv("SHARDCACHE_STALE_AFTER", "1")
+def test_the_owner_downloads_the_shards_of_a_lost_helper(tmp_path, urls, set_variables, number):
+    set_variables(SHARDCACHE_STALE_AFTER=1)
     outcomes, stopped, *_ = run(tmp_path, urls, lambda stop: os.kill(helpers()[0], number))
     assert stopped is None and set(outcomes) <= {"fetched", "coalesced", "cached"}
 
 
-def test_a_prewarm_goes_on_in_all_processes_after_all_were_stopped(
-    tmp_path, urls, proxy, monkeypatch
-):
+def test_a_prewarm_goes_on_after_all_processes_were_stopped(tmp_path, urls, proxy, monkeypatch):
     monkeypatch.setenv("SHARDCACHE_STALE_AFTER", "1")
 
     def act(stop):

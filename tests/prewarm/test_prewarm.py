@@ -14,6 +14,7 @@ from shardcache.layout import REPLACED
 from shardcache.origins.base import ObjectInfo
 from shardcache.prewarm import Finished, Planned, Started, Stopped
 from shardcache.prewarm.plan import same_version
+from shardcache.prewarm.ray import prewarm_nodes
 from shardcache.process import ProcessCache
 from tests.support.fakes import Fault
 from tests.support.storetools import PATIENCE, damage, refusing, room, taken, wait_until
@@ -21,7 +22,6 @@ from tests.support.tars import make_tar
 
 #: Bytes of a shard that `fill` makes.
 SIZE = len(make_tar(0, 4))
-SIZES = "shardcache.origins.listing.Listing.sizes"
 
 
 def names(count, bucket="b"):
@@ -35,13 +35,7 @@ def listed(monkeypatch, origin):
     def sizes(self, shards, level):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
 
-    monkeypatch.setattr(SIZES, sizes)
-
-
-@pytest.fixture
-def unlisted(monkeypatch):
-    """Let listings state no sizes."""
-    monkeypatch.setattr(SIZES, lambda *_: {})
+    monkeypatch.setattr("shardcache.origins.listing.Listing.sizes", sizes)
 
 
 @pytest.fixture
@@ -56,7 +50,8 @@ def fill(origin):
 
 
 def outcomes(report):
-    marks = {"failed": "F", "not_started": "-", "fetched": ".", "cached": "c", "left_out": "o"}
+    marks = {"failed": "F", "not_started": "-", "fetched": "."}
+    marks |= {"cached": "c", "linked": "l", "left_out": "o"}
     return "".join(marks[result.outcome] for result in report.results)
 
 
@@ -104,7 +99,7 @@ def test_an_interrupted_prewarm_resumes_within_the_budget(make_cache, origin, li
     assert cache.prewarm([url]).fetched == 1
 
 
-def test_invalid_arguments_are_refused_at_once(make_cache, unlisted, tmp_path):
+def test_invalid_arguments_are_refused_at_once(make_cache, tmp_path):
     shard = tmp_path / "x.tar"
     shard.write_bytes(make_tar(1))
     with pytest.raises(ConfigError, match="cache_local"):
@@ -113,8 +108,9 @@ def test_invalid_arguments_are_refused_at_once(make_cache, unlisted, tmp_path):
         Cache("/proc/cache").prewarm(names(9))
     with pytest.raises(ConfigError, match="jobs"):
         make_cache().prewarm([], jobs=0)
-    with pytest.raises(TypeError, match="nosuch"):
-        make_cache().prewarm([], nosuch=1)
+    for prewarm in (make_cache().prewarm, prewarm_nodes):
+        with pytest.raises(TypeError, match="nosuch"):
+            prewarm("s3://b/a.tar", nosuch=1)
 
 
 def test_a_plan_beyond_the_budget_is_refused_with_its_numbers(make_cache, listed, fill, tmp_path):
@@ -124,9 +120,8 @@ def test_a_plan_beyond_the_budget_is_refused_with_its_numbers(make_cache, listed
     assert caught.value.needed == caught.value.missing + limit == room(tmp_path, *4 * [SIZE])
 
 
-def test_a_spec_is_expanded_once_and_duplicates_are_dropped(make_cache, listed, fill):
-    cache = make_cache()
-    urls = fill(names(4))
+def test_a_spec_is_expanded_once_and_duplicates_are_dropped(make_cache, fill):
+    cache, urls = make_cache(), fill(names(4))
     spec = "s3://b/train-{0000..0003}.tar"
     for wanted in (spec, [spec, urls[0].replace("//", "//me@"), urls[1].replace("s3:", "s3a:")]):
         assert [result.url for result in cache.prewarm(wanted).results] == urls
@@ -136,9 +131,8 @@ def test_a_spec_is_expanded_once_and_duplicates_are_dropped(make_cache, listed, 
     assert cache.prewarm([r"s3://b/odd-\{0..1\}.tar"]).cached == 1
 
 
-def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, listed, fill):
-    cache = make_cache()
-    urls = fill(names(6))
+def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, fill):
+    cache, urls = make_cache(), fill(names(6))
     cache.fetch(urls[2])
     damaged = cache.fetch(urls[3])
     os.chmod(damaged.data, 0o600)
@@ -159,7 +153,7 @@ def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, li
 
 
 @pytest.mark.locks_work("answers")
-def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill, monkeypatch):
+def test_cached_shards_are_opened_only_in_doubt(make_cache, fill, monkeypatch):
     urls = fill(names(6))
     monkeypatch.setenv("SHARDCACHE_RANK", "1")
     make_cache(isolation="rank").fetch(urls[0])  # in the namespace of another rank
@@ -177,9 +171,7 @@ def test_cached_shards_are_opened_only_in_doubt(make_cache, origin, listed, fill
         ProcessCache, "fetch", lambda self, it: opened.append(str(it.shard)) or real(self, it)
     )
     report = make_cache(isolation="rank").prewarm(urls)  # remembers no entries
-    assert [each.outcome for each in report.results] == [
-        *("linked", "fetched", "fetched", "fetched", "cached", "cached")
-    ]
+    assert outcomes(report) == "l...cc"
     assert sorted(opened) == urls[:5]
 
 
@@ -201,7 +193,7 @@ DENIED, MISTAKEN, GONE = AccessDeniedError("no"), ConfigError("no"), ShardNotFou
     ],
 )
 def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(
-    make_cache, origin, unlisted, fill, errors, buckets, expected, stopped
+    make_cache, origin, fill, errors, buckets, expected, stopped
 ):
     urls = [url for b in buckets for url in fill(names(len(expected) // len(buckets), b))]
     for error in errors:
@@ -212,9 +204,7 @@ def test_failures_end_a_run_beyond_a_limit_or_if_a_bucket_refuses_all_shards(
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_threads_are_added_only_while_the_interpreter_is_idle(
-    make_cache, origin, listed, fill, monkeypatch, idle
-):
+def test_threads_are_added_only_while_python_is_idle(make_cache, origin, fill, monkeypatch, idle):
     counts, added = set(), threading.Event()
     if not idle:  # a loaded machine may stop a thread that computes, which then seems to be idle
         monkeypatch.setattr("shardcache.prewarm.run._TICK", PATIENCE)
@@ -233,7 +223,7 @@ def test_threads_are_added_only_while_the_interpreter_is_idle(
 
 
 @pytest.mark.locks_work
-def test_shards_that_others_download_hold_up_no_others(make_cache, listed, fill):
+def test_shards_that_others_download_hold_up_no_others(make_cache, fill):
     cache, urls, ended = make_cache(lock_timeout=PATIENCE), fill(names(40)), []
     layout = cache.process.prepare().layout
     locks = [taken(layout.key_lock(cache.parse(url).key)) for url in urls[:4]]
@@ -248,22 +238,21 @@ def test_shards_that_others_download_hold_up_no_others(make_cache, listed, fill)
     assert {*ended[36:]} == {*urls[:4]}
 
 
-def test_a_process_that_cannot_start_threads_prewarms(make_cache, listed, fill, no_threads):
+def test_a_process_that_cannot_start_threads_prewarms(make_cache, fill, no_threads):
     cache = make_cache()
     assert outcomes(cache.prewarm(fill(names(9)), progress=True)) == 9 * "."
     assert cache.prewarm(names(9), refresh=True).cached == 9
 
 
-def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, listed, fill, monkeypatch):
+def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, fill, monkeypatch):
     monkeypatch.setattr(os, "pwrite", refusing(errno.EIO, real=None))
     report = make_cache().prewarm(fill(names(9)), jobs=1)
     assert outcomes(report) == "FFF------" and report.stopped is Stopped.REFUSED
 
 
 @pytest.mark.locks_work("answers")
-def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, listed, fill):
-    cache = make_cache()
-    urls = fill(names(3))
+def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, fill):
+    cache, urls = make_cache(), fill(names(3))
     origin.faults.extend(Fault(after=100, wait=threading.Event()) for _ in urls)
 
     def on_event(event):
@@ -277,7 +266,7 @@ def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, li
     assert list((cache.dir / "v1/partial").iterdir()) == []  # none is live
 
 
-def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, listed, fill, monkeypatch):
+def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, fill, monkeypatch):
     monkeypatch.setattr("shardcache.prewarm.run._CANCEL_TIMEOUT", 0.2)
     release, stop = threading.Event(), threading.Event()
     obtain = ProcessCache.fetch
@@ -294,9 +283,7 @@ def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, listed, fill, mon
 
 
 @pytest.mark.locks_work("flock")
-def test_a_full_cache_ends_the_run_unless_best_effort(
-    make_cache, origin, unlisted, fill, monkeypatch, tmp_path
-):
+def test_only_best_effort_goes_on_in_a_full_cache(make_cache, origin, fill, monkeypatch, tmp_path):
     urls = fill(names(10))
     origin.objects[urls[9]] = small = make_tar(9, 1, 100)  # there is room for this one
     limit = room(tmp_path, SIZE, len(small))
@@ -304,7 +291,6 @@ def test_a_full_cache_ends_the_run_unless_best_effort(
     report = prewarm()
     assert outcomes(report) == ".F--------" and report.stopped is Stopped.FULL and report.full
     assert isinstance(report.results[1].error, CacheFullError)
-    origin.requests.clear()
     report = prewarm(best_effort=True)
     assert outcomes(report) == "c" + 8 * "o" + "." and not report.full
     origin.requests.clear()
@@ -315,9 +301,8 @@ def test_a_full_cache_ends_the_run_unless_best_effort(
 
 
 @pytest.mark.locks_work("answers")
-def test_wanted_shards_are_not_evicted_for_each_other(make_cache, origin, listed, fill, tmp_path):
-    urls = fill(names(4))
-    size = room(tmp_path, len(origin.objects[urls[0]]))
+def test_wanted_shards_are_not_evicted_for_each_other(make_cache, listed, fill, tmp_path):
+    urls, size = fill(names(4)), room(tmp_path, SIZE)
     first = make_cache(max_size=3 * size)
     for used, url in zip((1000, 3000, 2000), urls[:3], strict=True):
         entry = first.fetch(url)
@@ -331,9 +316,7 @@ def test_wanted_shards_are_not_evicted_for_each_other(make_cache, origin, listed
 
 
 @pytest.mark.locks_work("flock")
-def test_a_command_keeps_the_cached_shards_that_it_wants(
-    make_cache, origin, unlisted, fill, tmp_path
-):
+def test_a_command_keeps_the_cached_shards_that_it_wants(make_cache, origin, fill, tmp_path):
     urls = fill(names(2))
     with make_cache(max_size=room(tmp_path, SIZE)) as cache:
         cache.fetch(urls[0])

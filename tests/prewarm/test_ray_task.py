@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from shardcache.errors import CacheFullError, ConfigError, ShardCacheError, ShardNotFoundError
-from shardcache.prewarm import Outcome, Share
-from shardcache.prewarm.ray import NodeReport, _prewarm_here, prewarm_nodes
+from shardcache.prewarm import Share
+from shardcache.prewarm.ray import NodeReport, _prewarm_here
 from shardcache.process import ProcessCache
 
 
@@ -24,19 +24,13 @@ def node(shop, monkeypatch):
     return node
 
 
-def test_an_unknown_argument_is_refused_before_anything_starts():
-    with pytest.raises(TypeError, match="nosuch"):
-        prewarm_nodes("s3://b/a.tar", nosuch=1)
-
-
 def test_a_node_reports_its_plan_and_each_shard(node):
     first = node()
     report, results = first.report, node(share=Share(1, 2)).report.results
     assert len(report.plan.shards) == len(report.results) == report.fetched == 4
     assert (first.name, first.error, first.interrupted) == ("node-a", None, False)
-    assert [(each.url[-5:], each.outcome) for each in results] == [
-        *(("1.tar", Outcome.CACHED), ("3.tar", Outcome.CACHED))
-    ]
+    cached = {each.url[-5:]: str(each.outcome) for each in results}
+    assert cached == {"1.tar": "cached", "3.tar": "cached"}
 
 
 @pytest.mark.parametrize(

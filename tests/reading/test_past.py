@@ -68,6 +68,16 @@ def full(make_cache, origin):
     return lambda **options: make_cache(max_size=1000, **options)
 
 
+@pytest.mark.parametrize("max_size", [None, 1000], ids=["download", "past"])
+def test_a_server_that_ends_each_answer_early_gets_few_requests(make_cache, origin, max_size):
+    """Fewer bytes than an attempt must receive."""
+    origin.objects[URL] = DATA
+    origin.faults.extend([Fault(after=5000)] * 99)
+    with pytest.raises(TransferError):
+        read(make_cache(max_size=max_size, attempts=3, connections=1))
+    assert len(origin.requests) <= 4
+
+
 def test_a_slow_reader_causes_no_timeout(full, origin, clock):
     received = bytearray()
     with full(attempts=1, deadline=100.0, timeout=30.0).open(URL) as stream:

@@ -1,7 +1,7 @@
 """Free space of a filesystem, and memory that the cgroups of the process allow."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +18,12 @@ NONE = 9223372036854771712 / GIB  # the value of v1 without a limit
 
 
 @pytest.fixture
-def set_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def set_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Returns a function that sets the cgroup and its files below ``v1`` or ``v2``."""
     files = tmp_path / "proc-cgroup", tmp_path / "proc-mountinfo"
     monkeypatch.setattr(module, "_MEMBERSHIP", files[0])
     monkeypatch.setattr(mounts, "_MOUNTINFO", files[1])
+    monkeypatch.setattr(module, "_levels", module._levels.__wrapped__)
 
     def set_cgroup(membership: str, levels: dict[str, dict[str, object]]) -> None:
         files[0].write_text(f"{membership}\n")
@@ -37,10 +38,8 @@ def set_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         if (v1 := tmp_path / "v1").exists():
             lines.append(f"31 22 0:27 {root} {v1} rw,nosuid - cgroup cgroup rw,cpu,cpuacct,memory")
         files[1].write_text("\n".join(lines) + "\n")
-        module._levels.cache_clear()
 
-    yield set_cgroup
-    module._levels.cache_clear()
+    return set_cgroup
 
 
 def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str, object]:
@@ -60,23 +59,18 @@ def memory(v1: bool, limit: float | str, used: int, cache: int = 0) -> dict[str,
     ("membership", "levels", "free"),
     [
         ("0::/job/task", {"v2/job": ("max", 5), "v2/job/task": (8, 3)}, (8, 5)),
-        # the lowest limit counts
-        ("0::/job/task", {"v2/job": (16, 12), "v2/job/task": (8, 3)}, (16, 4)),
-        # a group without the controller
-        ("0::/job/task", {"v2/job": (8, 3)}, (8, 5)),
-        # the page cache is free
-        ("0::/job", {"v2/job": (8, 7, 4)}, (8, 5)),
+        ("0::/job/task", {"v2/job": (16, 12), "v2/job/task": (8, 3)}, (16, 4)),  # the lowest limit
+        ("0::/job/task", {"v2/job": (8, 3)}, (8, 5)),  # a group without the controller
+        ("0::/job", {"v2/job": (8, 7, 4)}, (8, 5)),  # the page cache is free
         ("5:memory:/job\n0::/", {"v1/job": (8, 7, 4)}, (8, 5)),
-        # no limit
-        ("0::/job", {"v2/job": ("max", 1)}, None),
+        ("0::/job", {"v2/job": ("max", 1)}, None),  # no limit
         ("4:cpu,memory:/job", {"v1": (NONE, 1), "v1/job": (NONE, 1)}, None),
         # with v1, the other hierarchy has no memory controller
         ("5:memory:/job\n1:name=systemd:/x\n0::/job", {"v1/job": (2, 1), "v2/job": (9, 1)}, (2, 1)),
         # Docker with v1: a path of the host, but only the part of the container is mounted
         ("5:memory:/docker/abc", {"v1": (4, 1)}, (4, 3)),
         ("5:memory:/docker/abc/step", {"v1": (4, 1), "v1/step": (2, 1)}, (2, 1)),
-        # a cgroup namespace: the levels above are `..`
-        ("0::/../sibling", {"v2": (4, 1)}, (4, 3)),
+        ("0::/../sibling", {"v2": (4, 1)}, (4, 3)),  # a cgroup namespace
         # unknown
         *((text, {"v2": ("max", 1)}, None) for text in ("", "nonsense", "5:memory:/x", "a:b:c:d")),
         ("0::/", {}, None),

@@ -257,12 +257,9 @@ def test_a_ram_disk_uses_only_the_memory_that_its_cgroup_leaves(tmp_path, ram):
     urls = [tmp_path / f"{number}.tar" for number in range(16)]
     for number, url in enumerate(urls):
         url.write_bytes(make_tar(number % 3, members=2, size=5_000_000))
-    groups = limited_group()
-    group = next(groups)
-    with disk(ram, "size=1g"):
+    with limited_group() as group, disk(ram, "size=1g"):
         command = [sys.executable, "-c", _JOB, group, tmp_path / "home", ram, *urls]
         done = subprocess.run(command, capture_output=True, text=True)
-    next(groups, None)
     assert done.returncode == 0, (done.returncode, done.stderr)
     limit, lowest, tiers, full, left, stay = json.loads(done.stdout)
     assert limit == 256 * MIB and lowest > 0

@@ -10,24 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.layout import Layout
 from shardcache.ranks import Ranks
 from shardcache.stats import counters as module
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import add, expire, samples
 from shardcache.stats.summary import by_rank, summed
 from tests.support.disktools import needs_root
-from tests.support.fakes import FakeClock
 from tests.support.storetools import forked, no_descriptor_left, refusing
 
 HOUR = 3600.0
 #: Begins a minute and an hour.
 NOON = 1_795_348_800.0
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    return FakeClock(monkeypatch, now=NOON)
 
 
 @pytest.fixture
@@ -135,13 +128,6 @@ def test_nothing_is_written_into_another_users_cache(layout, make):
     os.chown(layout.base, 12345, 12345)
     make().add({"evicted_asked": 1})
     assert not layout.stats.exists()
-
-
-def test_nodes_that_share_a_directory_share_no_database(layout, tmp_path):
-    (tmp_path / "node").mkdir()
-    shared = Layout(layout.base, local=tmp_path / "node", grace=3600.0)
-    Counters(lambda: shared).add({"misses": 1})
-    assert (tmp_path / "node/stats.db").exists() and not layout.stats.exists()
 
 
 def test_a_forked_child_inherits_no_connection(make, layout, monkeypatch):

@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,19 +20,17 @@ from tests.support.storetools import BLOCK, forked, no_thread, room, wait_until
 from tests.support.tars import make_tar
 
 
-def test_a_forked_child_writes_no_count_of_its_parent(tmp_path):
-    shop = Shop(tmp_path, count=1)
-    with shop.cache() as earlier:
-        earlier.fetch(shop.urls[0])
-
-    def read(parent, stream):
+def test_a_forked_child_writes_no_count_of_its_parent(shop):
+    def read(parent):
         stream.read()
         no_thread("shardcache-stats")  # it would write after a second
         parent.say()
 
     with shop.cache() as cache:
+        cache.fetch(shop.urls[0])
+    with shop.cache() as cache:
         cache.open(shop.urls[0]).close()  # is written at once, unlike the next
-        with cache.open(shop.urls[0]) as stream, forked(read, stream) as child:
+        with cache.open(shop.urls[0]) as stream, forked(read) as child:
             child.hear()
         assert cache.stats().hits == 2
 
@@ -134,11 +133,7 @@ def test_the_stats_command(run, tmp_path, monkeypatch):
         for url in (*shop.urls, shop.urls[0]):
             cache.open(url).read()
 
-    def stats(*arguments):
-        code, out, errors = run("stats", *arguments)
-        assert (code, errors) == (0, "")
-        return out
-
+    stats = partial(run.out, "stats")
     size, shown = format_bytes(shop.size), re.sub(" +", " ", stats())
     for line in (
         *("Shards opened 3", " hits 1 / 3 (33.33%)", " misses 1 / 3 (33.33%)", "Errors 0"),

@@ -94,6 +94,7 @@ def planted(make: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda path: ((path / NAME).rename(path.parent / "moved"), make(path / NAME))
 
 
+OTHER = metadata_for(data=b"shard", etag="x").encode()
 DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
     ("its data file is missing", lambda path: (path / NAME).unlink()),
     ("has 3 bytes, not 5", lambda path: os.truncate(path / NAME, 3)),
@@ -104,10 +105,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
     ("another type", stating(url=1)),
     ("another schema", stating(schema=2)),
     ("another shard", stating(size=1)),
-    (
-        "another shard",
-        lambda path: (path / META).write_bytes(metadata_for(data=b"shard", etag="x").encode()),
-    ),
+    ("another shard", lambda path: (path / META).write_bytes(OTHER)),
     ("symbolic links", planted(lambda path: path.symlink_to(path.parents[1] / "moved"))),
     ("a directory", planted(Path.mkdir)),
     ("bytes, not 5", planted(os.mkfifo)),
@@ -251,7 +249,7 @@ def test_a_stopped_evictor_causes_no_miss(store: Store) -> None:
     fcntl.flock(fd, fcntl.LOCK_EX)
     opened = store.open(KEY, NAME)  # after a bounded wait
     assert opened.stuck
-    entry.path.rename(store.layout.new_evicted(KEY))  # the evictor continues
+    entry.path.rename(store.layout.new_hidden(KEY))  # the evictor continues
     with opened.file as file:
         assert file.read() == b"shard"
     assert read(store) is None

@@ -129,10 +129,10 @@ def run_process(*arguments, **options):
 
 
 @pytest.fixture
-def slow(s3, bucket, s3_environment, proxy):
+def slow(put, bucket, proxy):
     """The spec of three shards whose downloads hang in the middle."""
     for number in range(3):
-        s3.put(bucket, f"big-{number}.tar", make_tar(number, 60, 70_000))
+        put(f"big-{number}.tar", make_tar(number, 60, 70_000))
     proxy.pause(after=2_500_000)
     return f"s3://{bucket}/big-{{0..2}}.tar"
 

@@ -27,25 +27,6 @@ def disk(path: Path, options: str) -> Iterator[Path]:
         unmount(path)
 
 
-@contextlib.contextmanager
-def overlay(lower: Path, scratch: Path) -> Iterator[Path]:
-    """Mount an overlay over ``lower``, as a container's runtime does with the layers of an image.
-
-    The upper layer is on a filesystem in memory at ``scratch``.
-    """
-    with disk(scratch, "size=64m") as base:
-        upper, work, merged = (base / name for name in ("upper", "work", "merged"))
-        for path in (upper, work, merged):
-            path.mkdir()
-            path.chmod(lower.stat().st_mode)
-        layers = f"lowerdir={lower},upperdir={upper},workdir={work}"
-        subprocess.run(["mount", "-t", "overlay", "-o", layers, "overlay", merged], check=True)
-        try:
-            yield merged
-        finally:
-            unmount(merged)
-
-
 def unmount(path: Path) -> None:
     # `os.path.ismount` does not recognise bind mounts.
     while any(mount.point == str(path) for mount in read_mounts()):
@@ -56,8 +37,9 @@ def remount(path: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(path)], check=True)
 
 
-def limited_group(limit: int = 256 << 20) -> Iterator[Path]:
-    """Make a cgroup with a memory limit, in bytes; skip the test if that is not possible."""
+@contextlib.contextmanager
+def limited_group() -> Iterator[Path]:
+    """Make a cgroup with 256 MiB of memory; skip the test if that is not possible."""
     for mount in read_mounts():
         if mount.type == "cgroup" and "memory" in mount.options:
             parent, name = Path(mount.point), "memory.limit_in_bytes"
@@ -69,7 +51,7 @@ def limited_group(limit: int = 256 << 20) -> Iterator[Path]:
         try:
             directory.mkdir()
             stack.callback(directory.rmdir)
-            (directory / name).write_text(str(limit))
+            (directory / name).write_text(str(256 << 20))
         except OSError as exn:
             pytest.skip(f"cannot make a cgroup with a memory limit: {exn}")
         yield directory

@@ -14,13 +14,7 @@ import pytest
 
 from shardcache import clock
 from shardcache.errors import ShardNotFoundError
-from shardcache.origins.base import (
-    Checksum,
-    ObjectInfo,
-    Origin,
-    TransientError,
-    VersionChangedError,
-)
+from shardcache.origins import base
 from shardcache.urls import ShardURL
 
 
@@ -63,7 +57,7 @@ class Fault:
 
 
 @dataclass
-class MemoryOrigin(Origin):
+class MemoryOrigin(base.Origin):
     """Objects in memory, served as S3 serves them."""
 
     objects: dict[str, bytes] = field(default_factory=dict)  # by canonical URL
@@ -74,7 +68,7 @@ class MemoryOrigin(Origin):
     states_checksums: bool = True
     sizes: bool = True  # whether responses state the size
     etags: bool = True  # whether responses state an ETag
-    checksums: dict[str, Checksum] = field(default_factory=dict)  # for `stat`, by URL
+    checksums: dict[str, base.Checksum] = field(default_factory=dict)  # for `stat`, by URL
     chunk: int = 64 * 1024
     waited: float = 0.0  # seconds that each response states as its response time
     delivered: int = 0  # bytes
@@ -90,18 +84,18 @@ class MemoryOrigin(Origin):
     def state_checksum(self, url: str, data: bytes) -> None:
         """State the CRC32 of these bytes for an object."""
         value = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
-        self.checksums[url] = Checksum("crc32", value)
+        self.checksums[url] = base.Checksum("crc32", value)
 
     @property
     def fetches(self) -> int:
         """The number of requests that began at an object's first byte."""
         return sum(start == 0 for _, start, _ in self.requests)
 
-    def info(self, shard: ShardURL) -> ObjectInfo:
+    def info(self, shard: ShardURL) -> base.ObjectInfo:
         data = self.objects.get(str(shard))
         if data is None:
             raise ShardNotFoundError(f"{shard}: not found", url=str(shard))
-        return ObjectInfo(
+        return base.ObjectInfo(
             size=len(data) if self.sizes else None,
             etag=f'"{hashlib.md5(data).hexdigest()}"' if self.etags else None,
             checksum=self.checksums.get(str(shard)),
@@ -114,10 +108,10 @@ class MemoryOrigin(Origin):
         if fault is not None and fault.before is not None:
             fault.before()
         if fault is not None and fault.after is None:
-            raise fault.error or TransientError("refused")
+            raise fault.error or base.TransientError("refused")
         info = self.info(shard)
         if expected is not None and expected.etag != info.etag:
-            raise VersionChangedError(str(shard))
+            raise base.VersionChangedError(str(shard))
         data = self.objects[str(shard)]
         stop = len(data) if stop is None or not self.sizes else min(stop, len(data))
         body = MemoryBody(self, info, start, stop, data[start:stop], fault)
@@ -147,14 +141,14 @@ class MemoryBody:
             elif fault.wait is not None:
                 while not fault.wait.wait(0.01):
                     if self.aborted.is_set():
-                        raise TransientError("aborted")
+                        raise base.TransientError("aborted")
                 if fault.error is not None:
                     raise fault.error
                 self._fault = None
             elif fault.error is not None:
                 raise fault.error
             elif self.stop is not None:
-                raise TransientError("the origin stopped early")
+                raise base.TransientError("the origin stopped early")
             else:
                 return 0
         chunk = bytearray(self._data[self._at : end])

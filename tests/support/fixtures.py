@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from shardcache.store.root import make_root
 from tests.support.fakes import FakeClock, MemoryOrigin
 from tests.support.proxy import Proxy
 from tests.support.shop import Shop
-from tests.support.webservers import Files, Scripted, certificate, running
+from tests.support.webservers import Files, Scripted, running
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,13 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The files of a certificate for 127.0.0.1, which signs itself, and of its key."""
     if shutil.which("openssl") is None:
         pytest.skip("the openssl command makes the certificate")
-    return certificate(tmp_path_factory.mktemp("tls"))
+    home = tmp_path_factory.mktemp("tls")
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
+        "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out ca.pem"
+    )
+    subprocess.run(command.split(), cwd=home, check=True, capture_output=True)
+    return str(home / "ca.pem"), str(home / "key.pem")
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +127,17 @@ def s3_environment(s3: S3Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return environment
+
+
+@pytest.fixture
+def put(s3: S3Server, bucket: str, s3_environment: dict[str, str]) -> Callable[[str, bytes], str]:
+    """Returns a function that stores an object in the bucket; it returns the URL."""
+
+    def put(name: str, data: bytes) -> str:
+        s3.put(bucket, name, data)
+        return f"s3://{bucket}/{name}"
+
+    return put
 
 
 @pytest.fixture(autouse=True)

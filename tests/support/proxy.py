@@ -188,7 +188,10 @@ class _Exchange(Connection):
         if fields.get("expect", "").lower() == "100-continue":
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         payload = self.rfile.read(int(fields.get("content-length", 0)))
-        request = _request(method, target, fields.get("range", ""))
+        path = unquote(target.partition("?")[0]).removeprefix("/")
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", fields.get("range", ""))
+        span = (int(found[1]), int(found[2]) + 1 if found[2] else None) if found else None
+        request = Request(method, path, span, reads_object=bool(path.partition("/")[2]))
         fault = self.server.meet(request)
         if fault.before is not None:
             fault.before()
@@ -200,8 +203,8 @@ class _Exchange(Connection):
         if method != "HEAD" or fault.answer:
             headers["Content-Length"] = str(len(body))
         headers |= {name.title(): value for name, value in fault.headers.items()}
-        span = headers.get("Content-Range") or "bytes 0-"
-        request.first = int(span.split()[-1].partition("-")[0]) if span[6:7].isdigit() else None
+        sent = headers.get("Content-Range") or "bytes 0-"
+        request.first = int(sent.split()[-1].partition("-")[0]) if sent[6:7].isdigit() else None
         request.status = answer.status
         stated = [f"HTTP/1.1 {answer.status} {answer.reason or '-'}"]
         stated += [f"{name}: {value}" for name, value in headers.items() if value is not None]
@@ -211,9 +214,7 @@ class _Exchange(Connection):
         if fault.cut is not None:
             self._hang_up(fault.how)
 
-    def _ask(
-        self, method: str, target: str, headers: list[tuple[str, str]], payload: bytes
-    ) -> Answer:
+    def _ask(self, method: str, target: str, headers: list, payload: bytes) -> Answer:
         """Forward the request; returns the server's response."""
         upstream = self.server.upstream
         connection = http.client.HTTPConnection(str(upstream.hostname), upstream.port, 60)
@@ -250,11 +251,3 @@ class _Exchange(Connection):
         if how == "stall":
             self._gone(None)
         raise ConnectionResetError if how == "reset" else ConnectionAbortedError
-
-
-def _request(method: str, target: str, range_header: str) -> Request:
-    path = unquote(target.partition("?")[0]).removeprefix("/")
-    span: tuple[int, int | None] | None = None
-    if found := re.fullmatch(r"bytes=(\d+)-(\d*)", range_header):
-        span = int(found[1]), int(found[2]) + 1 if found[2] else None
-    return Request(method, path, span, reads_object=bool(path.partition("/")[2]))

@@ -40,17 +40,13 @@ def payload(size: int, seed: int = 1) -> bytes:
     return hashlib.shake_128(f"{seed}".encode()).digest(size)
 
 
-def metadata_for(
-    url: str = "s3://lab/a.tar", data: bytes = b"", *, etag: str | None = None, size: object = ...
-) -> Metadata:
+def metadata_for(url="s3://lab/a.tar", data=b"", *, etag=None, size: object = ...) -> Metadata:
     """Return the sidecar of ``data``; ``size`` is the size that the origin stated."""
     blocks = [data[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
     return Metadata(
         url=url,
         key=parse_url(url).key,
-        info=ObjectInfo(
-            size=len(data) if size is ... else size, etag=etag or hashlib.md5(data).hexdigest()
-        ),
+        info=ObjectInfo(len(data) if size is ... else size, etag or hashlib.md5(data).hexdigest()),
         size=len(data),
         digest=tree_digest(b"".join(map(block_digest, blocks))),
         checked=None,
@@ -80,14 +76,7 @@ def begun(layout: Layout, url: str = "s3://lab/a.tar", data: bytes = b"shard") -
     return partial
 
 
-def publish(
-    store: Store,
-    url: str = "s3://lab/a.tar",
-    data: bytes = b"shard",
-    *,
-    used: float | None = None,
-    etag: str | None = None,
-) -> Entry:
+def publish(store, url="s3://lab/a.tar", data=b"shard", *, used=None, etag=None) -> Entry:
     """Publish an entry, as a download does."""
     metadata = metadata_for(url, data, etag=etag)
     partial = begin(store.layout, metadata)

@@ -2,19 +2,12 @@
 
 import io
 import tarfile
-from collections.abc import Iterable
 from functools import lru_cache
 
 _LINE, _BLOCK = 64, 4096
 
 
-def tar_of(
-    members: Iterable[tuple[str, bytes]],
-    style: int = tarfile.DEFAULT_FORMAT,
-    *,
-    modified: float = 0,
-    whole_records: bool = True,
-) -> bytes:
+def tar_of(members, style=tarfile.DEFAULT_FORMAT, *, modified=0, whole_records=True) -> bytes:
     """Return a tar archive of the members, given as name and content.
 
     With ``whole_records``, it is padded to a multiple of 10,240 bytes, as the tar command does.

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,7 @@ def _kill_group(group: int) -> None:
     os.killpg(group, signal.SIGCONT)
 
 
-def run(
-    command: list[str],
-    patience: float = 300,
-    cwd: Path = ROOT,
-    kill_when: Callable[[], bool] | None = None,
-    **environment: str,
-) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], patience=300, cwd=ROOT, kill_when=None, **environment: str):
     """Run a program to its end, and check that it succeeds; or kill it and its children earlier."""
     process = subprocess.Popen(
         command,
@@ -126,9 +120,7 @@ wait -n && wait
 """
 
 
-def run_ranks(
-    ranks: int, command: list[str], kill_when: Callable[[], bool] | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_ranks(ranks: int, command: list[str], kill_when=None, **environment: str):
     """Run a Python script as the ranks of one node; see `run`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -24,9 +24,7 @@ BELA = User(64992)
 
 
 @contextlib.contextmanager
-def running(
-    user: User, function: Callable[..., None], *args: Any, umask: int = 0o077
-) -> Iterator[Child]:
+def running(user: User, function: Callable, *args: Any, umask: int = 0o077) -> Iterator[Child]:
     """Run ``function(parent, *args)`` in a process of ``user``; see `storetools.forked`."""
 
     def child(parent: Parent) -> None:

@@ -7,10 +7,8 @@ import socket
 import socketserver
 import ssl
 import struct
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, MutableSequence
-from pathlib import Path
 from typing import Any
 
 
@@ -26,14 +24,7 @@ class Scripted(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(
-        self,
-        answer: Callable[[str], bytes | Iterator[bytes]],
-        most: int = 1,
-        address: tuple[str, int] = ("127.0.0.1", 0),
-        *,
-        close_notify: bool = False,
-    ) -> None:
+    def __init__(self, answer, most=1, *, close_notify=False) -> None:
         self.answer = answer
         self.refuse: Callable[[str], bytes | None] = lambda head: None
         self.most = most
@@ -41,7 +32,7 @@ class Scripted(socketserver.ThreadingTCPServer):
         self.heads: MutableSequence[str] = []
         self.clients: set[socket.socket] = set()  # of open connections
         self.scheme = "http"
-        super().__init__(address, Connection)
+        super().__init__(("127.0.0.1", 0), Connection)
 
     @property
     def url(self) -> str:
@@ -50,9 +41,8 @@ class Scripted(socketserver.ThreadingTCPServer):
     def use_tls(self, context: ssl.SSLContext) -> None:
         """Speak TLS with this certificate."""
         # Shake hands in the connection's thread, so that a failure does not stop the server.
-        self.socket = context.wrap_socket(
-            self.socket, server_side=True, do_handshake_on_connect=False
-        )
+        options = {"server_side": True, "do_handshake_on_connect": False}
+        self.socket = context.wrap_socket(self.socket, **options)
         self.scheme = "https"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -176,13 +166,3 @@ def running(server: Scripted, tls: ssl.SSLContext | None = None) -> Iterator[Scr
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def certificate(home: Path) -> tuple[str, str]:
-    """Make a self-signed certificate for 127.0.0.1 and its key with the openssl command."""
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
-        "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out ca.pem"
-    )
-    subprocess.run(command.split(), cwd=home, check=True, capture_output=True)
-    return str(home / "ca.pem"), str(home / "key.pem")

@@ -1,13 +1,12 @@
 """`sync.barrier`: no rank continues before all have arrived, also if a name is used again."""
 
 import os
-import signal
 
 import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.support.storetools import PATIENCE, crowd, forked, together
+from tests.support.storetools import PATIENCE, crowd, forked
 
 
 @pytest.fixture
@@ -81,16 +80,3 @@ def test_a_single_rank_does_not_wait_and_two_need_a_job(tmp_path, meet):
         meet(0, 2, job=None)
     meet(0, 1, job=None)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_signal_handler_may_raise_while_a_rank_waits(meet):
-    def late(number, frame):
-        raise RuntimeError("too late")
-
-    def wait(_):
-        signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(RuntimeError, match="too late"):
-            meet(0, 2)
-
-    together(1, wait)

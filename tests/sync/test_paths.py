@@ -10,7 +10,7 @@ import pytest
 
 from shardcache import sync
 from shardcache.errors import ConfigError
-from tests.support.storetools import PATIENCE, forked
+from tests.support.storetools import PATIENCE
 
 
 def mode(path) -> int:
@@ -87,18 +87,6 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path):
     with pytest.raises(IsADirectoryError), sync.atomic_write(tmp_path):
         pass
     assert path.read_bytes() == "grün\n".encode() and os.listdir(tmp_path) == ["a"]
-
-    def write(parent):
-        with sync.atomic_write(path) as file:
-            file.write(b"n" * 100_000)
-            file.flush()
-            parent.say("half")
-            parent.hear()
-
-    with forked(write) as child:
-        assert child.hear() == "half"
-        child.kill()
-    assert path.read_bytes() == "grün\n".encode()
 
 
 def test_replacing_a_file_keeps_its_mode_and_its_links(tmp_path):

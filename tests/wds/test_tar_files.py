@@ -11,7 +11,6 @@ import itertools
 import lzma
 import random
 import tarfile
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -159,12 +158,7 @@ def _record(rng: random.Random, data: bytearray) -> None:
         data[place : place + 1] = rng.choice((b"0", b"9", b"99", b" ", b"", b"\n", b"\0", b"="))
 
 
-def seen(
-    stage: Callable[..., Iterable[Any]],
-    streams: list[Any],
-    answers: Sequence[bool] = (True,),
-    **options: Any,
-) -> list[Any]:
+def seen(stage, streams, answers=(True,), **options) -> list[Any]:
     """Return the files of a stage and the errors passed to its handler, in order.
 
     The handler returns each of ``answers`` in turn, and again; without any, it raises the error.

@@ -144,19 +144,6 @@ def test_a_function_for_a_scheme_is_said_to_be_replaced(make_cache, monkeypatch,
     assert module.gopen("s3://lab/train-0000.tar")[0] == "s3://lab/train-0000.tar"
 
 
-@pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset takes a shard before it ends the last one")
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_source_that_counts_what_was_taken_loses_no_shard(make_cache, resume):
-    def source():
-        while urls:
-            yield {"url": urls.pop(0)}
-
-    urls = [f"s3://lab/train-{number:04d}.tar" for number in range(4)]
-    dataset = wds.DataPipeline(source, wds.tarfile_to_samples())
-    dataset = make_cache(prefetch=3).attach(dataset, resume=resume).with_epoch(5)
-    assert sorted(key for _ in range(4) for key in keys(dataset)) == KEYS
-
-
 @pytest.mark.skipif(BEFORE_1_0, reason="this WebDataset has no classes that open shards")
 def test_openers_of_the_program_are_not_replaced(make_cache, caplog, tmp_path):
     class Own(wds.cache.StreamingOpen):

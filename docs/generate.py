@@ -30,15 +30,15 @@ def options() -> str:
 
 # Options
 
-Set an option as an argument of `Cache`, as an environment variable in upper case with `SHARDCACHE_`
-in front (`SHARDCACHE_MAX_SIZE`), or as a key in a TOML file. The first one that sets it wins:
-argument, variable, the file in `$SHARDCACHE_CONFIG`, or without it `./shardcache.toml`,
-`~/.config/shardcache/config.toml` and `/etc/shardcache.toml`; for `dir` and `max_size`,
-WebDataset's variables `WDS_CACHE` and `WDS_CACHE_SIZE` come last. The default directory is
-`shardcache` in `$XDG_CACHE_HOME` or `~/.cache`. `shardcache config` shows all values and sources.
+Set an option as an argument of `Cache`, as an environment variable such as `SHARDCACHE_MAX_SIZE`,
+or as a key in a TOML file. The first one that sets it wins: argument, variable, the file in
+`$SHARDCACHE_CONFIG`, or without it `./shardcache.toml`, `~/.config/shardcache/config.toml` and
+`/etc/shardcache.toml`; for `dir` and `max_size`, WebDataset's variables `WDS_CACHE` and
+`WDS_CACHE_SIZE` come last. The default directory is `shardcache` in `$XDG_CACHE_HOME` or
+`~/.cache`. `shardcache config` shows all values and sources.
 
-Write sizes like `800GB` or `1.5 TiB`; in Python, an `int` is a number of bytes. Write durations
-like `90s`, `1h30m` or `14d`. `none` clears an option.
+Write sizes like `800GB` or `1.5 TiB`; in Python, an `int` is in bytes. Write durations like `90s`,
+`1h30m` or `14d`, and lists in variables with commas or JSON. `none` clears an option.
 
 {chr(10).join(rows)}
 """
@@ -81,8 +81,8 @@ def commands() -> str:
 
 A SPEC selects shards, in all commands and in Python. It is a URL, which may contain `{{braces}}`,
 `*` and `?` within a part of the path, and `**` across parts; or a prefix that ends in `/` (all tar
-files below it). `prewarm` searches the origin, other commands search the cache. There, a name
-without a slash matches the last part of URLs.
+files below it). `prewarm`, `expand` and `path --fetch` search the origin, others the cache. There,
+a name without a slash matches the last part of URLs.
 
 Data goes to standard output, all else to standard error. With `--json`, every command except `run`
 prints one object (`top` prints one for each refresh): bytes and seconds as numbers, times in RFC

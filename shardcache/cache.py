@@ -245,13 +245,13 @@ class Cache:
         shard = self.parse(url)
         if self.process.is_in_place(shard):
             return shard.local_path if shard.local_path.exists() else None
-        return None if (opened := self._opened(shard)) is None else Path(opened.path)
+        return None if (opened := self._look_up(shard)) is None else Path(opened.path)
 
     def entry(self, url: str | ShardURL) -> Entry | None:
         """Return the shard's entry, or None if it is not cached; ConfigError for a pattern."""
-        return None if (opened := self._opened(self.parse(url))) is None else opened.entry
+        return None if (opened := self._look_up(self.parse(url))) is None else opened.entry
 
-    def _opened(self, shard: ShardURL) -> Opened | None:
+    def _look_up(self, shard: ShardURL) -> Opened | None:
         """Return the shard's entry with its path, as it was opened; its file is closed again."""
         try:
             opened = open_first(self.process.stores(), shard.key, shard.basename)
@@ -453,15 +453,15 @@ class Cache:
         reports = []
         for tier in process.present:
             with process.tolerating(tier):
-                if not dry_run and os.geteuid() != 0:  # the superuser cleans for all users
-                    root.check_root(tier.config)
+                if not dry_run:
+                    root.check_user(tier.config)
                 if not dry_run and root.is_read_only(tier.config.dir):
                     raise OSError(errno.EROFS, "it cannot be written", str(tier.config.dir))
                 given = {"max_age": max_age}
                 if tier is process.last_tier:  # other tiers keep their own limits
                     given |= {"max_size": max_size, "min_free": min_free}
                 changes = {name: value for name, value in given.items() if value is not None}
-                space = tier.limited(tier.config.replace(**changes))
+                space = tier.space_with(tier.config.replace(**changes))
                 limits = Limits(everything=everything) if everything or sweep_only else None
                 report = space.clean(limits, orphans=orphans, dry_run=dry_run, wait=wait)
                 reports.append(report)
@@ -501,7 +501,7 @@ class Cache:
         return verify(
             list(self._matching(specs)),
             quick=quick,
-            locked=process.prepare().locked if repair else None,
+            locked=process.prepare().key_locked if repair else None,
             status=status or VerifyStatus(),
             stop=stop or threading.Event(),
         )

@@ -182,9 +182,15 @@ def _function(value: object) -> object:
 
 
 def _items(value: object) -> list[Any]:
-    """Return the items of a list, a set or comma-separated text."""
+    """Return the items of a list or a set, or of text: separated by commas, or JSON."""
     if isinstance(value, str):
-        return [] if value.strip().lower() == NONE else value.split(",")
+        if value.lstrip()[:1] not in ("[", "{"):
+            return [] if value.strip().lower() == NONE else value.split(",")
+        import json  # here, because few users write a table into a variable
+
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+        value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list | tuple | set | frozenset):
         raise ValueError("is not a list")
     return list(value)
@@ -423,7 +429,7 @@ class Config:
         """Return a validated copy with some options changed; None clears an option."""
         return dataclasses.replace(self, **changes)
 
-    def limits(self) -> dict[str, Any]:
+    def job_settings(self) -> dict[str, Any]:
         """Return the limits that were set, and the tiers, as values for JSON that parse back."""
         tiers = [{name: str(getattr(tier, name)) for name in tier.__slots__} for tier in self.tiers]
         limits = {name: getattr(self, name) for name in _LIMITS}
@@ -525,7 +531,7 @@ def load(
     Args:
         explicit: options set in code; None means "not set".
         environ: the environment (default: ``os.environ``). Empty variables count as unset.
-        files: existing files to read (default: `_usual_files`).
+        files: existing files to read (default: `usual_files`).
         job: the limits and tiers of the last job; see `Config.limits`.
 
     Raises ConfigError if a name or a value is not valid, or a file cannot be read.
@@ -536,7 +542,7 @@ def load(
     for name, value, source in itertools.chain(
         ((name, value, "argument") for name, value in (explicit or {}).items()),
         _from_environment(env),
-        _from_files(_usual_files(env) if files is None else files),
+        _from_files(usual_files(env) if files is None else files),
         _from_webdataset(env),
         ((name, (job or {}).get(name), "last job") for name in (*_LIMITS, "tiers")),
     ):
@@ -570,9 +576,10 @@ def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]
     yield "max_size", None if size[:1] in ("", "-") else size, "environment WDS_CACHE_SIZE"
 
 
-def _usual_files(env: Mapping[str, str]) -> list[Path]:
-    if named := env.get("SHARDCACHE_CONFIG"):
-        return [Path(named)]
+def usual_files(env: Mapping[str, str]) -> list[Path]:
+    """Return the existing configuration files that hold in an environment, the first one first."""
+    if named := env.get("SHARDCACHE_CONFIG"):  # several from `shardcache run`
+        return [Path(name) for name in named.split(os.pathsep)]
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
     # Path.exists would raise PermissionError in a directory that this process may not enter.

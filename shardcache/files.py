@@ -335,15 +335,15 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 
 @contextlib.contextmanager
-def locked(
+def locked_if_free(
     path: Path | str, *, shared: bool = False, remove: bool = False, of: Path | str | None = None
 ) -> Iterator[bool]:
-    """Hold the flock of a file in the body; yield whether no other process holds it.
+    """Hold the flock of a file in the body, if it is free; yield whether it is.
 
-    A missing file is free. With ``remove``, a file is not free if its path names another one now.
-    If it is the data file ``of`` a directory, a link is free. If the filesystem has no flock, or
-    the process that created the file died before it gave the group access, the file is free once it
-    (or the directory) was unused for an hour.
+    It is free if no other process holds the flock, or if it is missing. A file without a flock (of
+    a filesystem that has none, or of a process that died before it gave the group access) is free
+    once it, or the directory whose data file it is (``of``), was unused for an hour. With ``of``, a
+    link is free. With ``remove``, a file is not free if its path names another one now.
     """
     fds = list[int]()
     try:

@@ -44,7 +44,7 @@ is_key = re.compile(_KEY).fullmatch
 is_lock_name = re.compile(rf"{_KEY}\.lock").fullmatch
 is_lease_name = re.compile(_LEASE).fullmatch  #: a lease or its record
 is_pin_name = re.compile(rf"{_KEY}\.pin").fullmatch
-is_evicted_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: an entry being removed
+is_hidden_name = re.compile(rf"evict\.{_KEY}\.{_RANDOM}").fullmatch  #: an entry being removed
 #: A file (`Layout.write`) or directory (`Modes.new_directory`) that does not have its name yet.
 is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: A file that says something about shards or processes, and holds no shard.
@@ -53,7 +53,7 @@ is_record_name = re.compile(
     rf"{_KEY}\.{_RANDOM}\.wait|[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage|refusal"
 ).fullmatch
 #: The namespace of a rank or a job, named by `ranks.safe_name`.
-is_rank_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch
+is_namespace_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch
 
 
 def is_side_file(name: str) -> bool:
@@ -105,7 +105,7 @@ class Layout:
     def of_root(cls, root: Path, modes: Modes = PRIVATE) -> Layout:
         return cls(root / "v1", modes=modes)
 
-    def rank(self, name: str) -> Layout:
+    def namespace(self, name: str) -> Layout:
         local = None if self.local is None else self.local / "ranks" / name
         return replace(self, base=self.ranks / name, local=local)
 
@@ -119,7 +119,7 @@ class Layout:
         length = "" if size is None else f"-{size:x}"
         return Path(f"{self.base}/partial/{key}.{version}{length}.{random_token()}")
 
-    def new_evicted(self, key: str) -> Path:
+    def new_hidden(self, key: str) -> Path:
         """Return a new, unique directory for an entry or partial that is being removed."""
         return self.partial / f"evict.{key}.{random_token()}"
 
@@ -144,8 +144,8 @@ class Layout:
     def namespaces(self) -> list[Layout]:
         """Return this namespace of a node, and those of its ranks and jobs."""
         # Symbolic links, and directories with other names, belong to other programs.
-        ranks = map(self.rank, filter(is_rank_name, list_names(self.ranks)))
-        return [self, *(rank for rank in ranks if rank.first_link() is None)]
+        ranks = map(self.namespace, filter(is_namespace_name, list_names(self.ranks)))
+        return [self, *(rank for rank in ranks if rank.first_symlink() is None)]
 
     @lazy
     def directories(self) -> tuple[Path, ...]:
@@ -157,7 +157,7 @@ class Layout:
         for path in self.directories:
             self.modes.make_directory(path, levels=9)
 
-    def first_link(self) -> Path | None:
+    def first_symlink(self) -> Path | None:
         """Return the first directory of the namespace that is a symbolic link, or None."""
         return next((path for path in self.directories if os.path.islink(path)), None)  # noqa: PTH114
 
@@ -177,12 +177,12 @@ class Layout:
                 temporary.unlink()
 
 
-def evicted(directory: Path) -> Path:
+def hidden_path(directory: Path) -> Path:
     """Return a new, unique directory for an entry or partial that is to be removed."""
     if is_key(directory.parent.name):  # <namespace>/objects/<aa>/<key>/<entry>
-        return Layout(directory.parents[3]).new_evicted(directory.parent.name)
+        return Layout(directory.parents[3]).new_hidden(directory.parent.name)
     # <namespace>/partial/<name>
-    return Layout(directory.parents[1]).new_evicted(directory.name.removeprefix("evict.")[:32])
+    return Layout(directory.parents[1]).new_hidden(directory.name.removeprefix("evict.")[:32])
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

@@ -26,13 +26,20 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.download.download import PASSING, Download, Downloads, State
 from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError, ShardCacheError
-from shardcache.faults import Disk, PausedError, fault_kind, ignoring, is_local_error, system_error
+from shardcache.faults import (
+    DiskHealth,
+    PausedError,
+    fault_kind,
+    ignoring,
+    is_local_error,
+    system_error,
+)
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import Sample
-from shardcache.store.directory import DamagedError, data_lock
+from shardcache.store.directory import DamagedError, data_locked_if_free
 from shardcache.store.entry import Entry, Opened, Store
 from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, refuse_in_place
@@ -71,7 +78,9 @@ class ProcessCache:
         tiers: the tiers, fastest first.
         last_tier: the last tier, which is ``dir`` and holds the locks.
         directories: the `Directories` that were found, or None until `prepare` has made them.
-        disk, resources, origins, counters, notices, downloads: the parts of this process.
+        disk: whether the disk is read and written, or paused after faults.
+        downloads: those that run, which readers share.
+        resources, origins, counters, notices: what downloads and streams use.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
@@ -82,8 +91,8 @@ class ProcessCache:
         # same time, so that time identifies the job.
         name = f"{started or 0.0:.6f}" if ranks.launcher == "none" else "local"
         self._job = ranks.job or os.environ.get(RUN_VARIABLE) or name
-        # In another thread: a signal handler that raises in an import leaves a broken module, also
-        # if it does so in the second attempt, while that thread is importing.
+        # In another thread, also while that imports: a signal handler that raises in an import
+        # leaves a broken module.
         for module in ("shardcache.download.transfer", "shardcache.tiers"):
             spec = getattr(sys.modules.get(module), "__spec__", None)
             if spec is None or getattr(spec, "_initializing", False):
@@ -105,7 +114,7 @@ class ProcessCache:
         self.notices = Notices(self._job, self._node_of_session)
         if is_logged(config.dir):
             self.notices.mute(errno.errorcode[errno.EROFS])
-        self.disk = Disk(config, self.notices.warn)
+        self.disk = DiskHealth(config, self.notices.warn)
         self.counters = Counters(lambda: self.last_tier.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(tier_config, *parts) for tier_config in config.by_tier()]
@@ -443,7 +452,7 @@ class ProcessCache:
             try:
                 # Not evicted while it is copied; but while it waits, because a slow upstream could
                 # otherwise fill the cache with shards that must stay.
-                with data_lock(data.parent, grace, data=data, shared=True):
+                with data_locked_if_free(data.parent, grace, data=data, shared=True):
                     sidecar = Entry.at(data.parent).metadata().encode()
                     self.origins.write_back(shard, data, sidecar)
             except (system_error(), DamagedError) as exn:  # the entry was evicted

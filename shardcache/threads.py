@@ -59,14 +59,14 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _gate = threading.RLock()
 
 
-class _Own(threading.local):
+class _ThreadLock(threading.local):
     def __init__(self) -> None:
         self.lock = threading.RLock()
         with _gate:
             _locks.add(self.lock)
 
 
-_own = _Own()
+_own = _ThreadLock()
 
 
 class Queue(Generic[T]):
@@ -232,7 +232,7 @@ def no_fork() -> contextlib.AbstractContextManager[bool]:
 
 
 def _ending() -> set[threading.Thread]:
-    """Return the threads that ended for Python and not for the kernel; forget those of neither."""
+    """Return threads that Python has ended and the kernel still lists; forget those it does not."""
     ended = {t for t in list(_started) if not t.is_alive()}  # before the kernel's list
     tasks = set(os.listdir("/proc/self/task")) if ended else ()  # noqa: PTH208 - only names
     _started.difference_update(thread for thread in ended if str(thread.native_id) not in tasks)

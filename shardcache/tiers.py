@@ -22,7 +22,7 @@ from typing import Any
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError, LockTimeoutError
-from shardcache.faults import Disk, ignoring, is_disk_fault, system_error
+from shardcache.faults import DiskHealth, ignoring, is_disk_fault, system_error
 from shardcache.files import is_directory, read_json
 from shardcache.layout import MANIFEST, Layout, read_manifest
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
@@ -82,9 +82,9 @@ class Tier:
             name = self._ranks.job or _NO_JOB
             if self.config.isolation == "rank":
                 name += f"-{self._ranks.rank}"
-            namespace = self.node.rank(safe_name(name))
+            namespace = self.node.namespace(safe_name(name))
         self.store = self._store(namespace)
-        self.space = self.limited(self.config)
+        self.space = self.space_with(self.config)
 
     def _store(self, layout: Layout) -> Store:
         # Nodes that share a directory boot at other times: with leases, `publish` flushes the data.
@@ -101,7 +101,7 @@ class Tier:
         if not self._is_located:
             self._locate(read_manifest(self.config.dir))
         root.check_manifest(self.config)
-        root.check_links(self.store.layout)
+        root.check_symlinks(self.store.layout)
         return self.made is not None or root.is_cache(self.config.dir)
 
     def make(self) -> None:
@@ -114,11 +114,11 @@ class Tier:
         node = root.make_root(self.config)
         # Again, because the manifest names the directory of this node.
         self._locate(read_manifest(self.config.dir))
-        root.check_links(self.store.layout)
+        root.check_symlinks(self.store.layout)
         if self.store.layout != node:
             self.store.layout.make()
         self._session = Session(self.node, self._started or clock.time())
-        _record_limits(self.node, self._started, self.config.limits())
+        _record_limits(self.node, self._started, self.config.job_settings())
         self.made = self.identity()
         if self.node.grace is not None and self.config.locks == "auto":
             self._notices.warn(
@@ -160,7 +160,7 @@ class Tier:
         path, reason = self.config.dir, getattr(exn, "strerror", None) or exn
         self._notices.warn(f"tier {path}", "the tier %s is not used: %s", path, reason)
 
-    def limited(self, config: Config) -> Space:
+    def space_with(self, config: Config) -> Space:
         home = Layout.of_root(self._home)
         return Space(self.node, self.stores, config, self._policy, self._counters, home)
 
@@ -168,7 +168,7 @@ class Tier:
         """From now on, let shards be evicted that running jobs have used."""
         if self._policy.keeps_used:
             self._policy = self._policy._replace(keeps_used=False)
-            self.space = self.limited(self.config)
+            self.space = self.space_with(self.config)
 
     def owns(self, directory: str) -> bool:
         return directory.startswith(f"{self.node.base}/")
@@ -215,7 +215,7 @@ def job_limits(layout: Layout) -> dict[str, Any]:
 def lock_layout(last: Tier, base: Path) -> Layout:
     """Return the namespace in the ``last`` tier with the locks for the one at ``base``."""
     is_rank = base.parent.name == "ranks" and base.parents[1].name == "v1"
-    return last.node.rank(base.name) if is_rank else last.node
+    return last.node.namespace(base.name) if is_rank else last.node
 
 
 class Directories:
@@ -229,7 +229,9 @@ class Directories:
         layout: the namespace that holds the locks.
     """
 
-    def __init__(self, tiers: Sequence[Tier], ranks: Ranks, disk: Disk, notices: Notices) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], ranks: Ranks, disk: DiskHealth, notices: Notices
+    ) -> None:
         self.tiers, self.ranks, self.disk, self.notices = tiers, ranks, disk, notices
         stores = [tier.store for tier in tiers]
         self.open = stores[0].open if len(stores) == 1 else partial(open_first, stores)
@@ -292,7 +294,7 @@ class Directories:
         lock.release(keep=name is not None and any(is_directory(p / name) for p in partials))
 
     @contextlib.contextmanager
-    def locked(self, entry: Path) -> Iterator[bool]:
+    def key_locked(self, entry: Path) -> Iterator[bool]:
         """Hold the lock of an entry's key in the body; yield False if another process has it."""
         lock = self.key_lock(entry.parent.name, entry.parents[3])
         try:

@@ -541,6 +541,8 @@ def _cached(
                     if function == "download" and is_new("cache_dir", cache):
                         logger.warning(_TWICE)
                     return cache.open(rewritten)
+                if is_archive and cache.process.is_in_place(cache.parse(rewritten)):
+                    _note(url, "it is a local file, which is read in place. Set cache_local.")
         except Exception as exn:
             scheme = find_scheme(url.partition(":")[0])
             has_other = scheme.has_program or not scheme.is_allowed
@@ -596,15 +598,19 @@ def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
 
 
 def _leave(url: str, reason: str, cache: Cache) -> None:
-    """Log why WebDataset reads a shard, and add both to the file of `shardcache run`."""
+    """Log why WebDataset reads a shard, and note it."""
     name = shown_url(url)
-    if not is_new(f"left {name}"):
-        return
     reason = reason.removeprefix(name).lstrip(": ")
     if is_new("left", cache):
         text = "%s is not cached, and WebDataset reads it: %s Further ones are not logged."
         logger.warning(text, name, reason)
-    if path := run_of_this_process()[1]:
+    _note(url, reason)
+
+
+def _note(url: str, reason: str) -> None:
+    """Add a shard that is not cached, and the reason, to the file of `shardcache run`."""
+    name = shown_url(url)
+    if (path := run_of_this_process()[1]) and is_new(f"left {name}"):
         with ignoring(OSError):  # no file: another node, or the command has ended
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "w", encoding="utf-8", errors="replace") as file:

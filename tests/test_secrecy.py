@@ -87,9 +87,10 @@ class Watch:
             while exn is not None:
                 self.seen += [str(exn), repr(exn), repr(exn.args), repr(vars(exn))]
                 exn = exn.__cause__ or exn.__context__
-        for record in self.caplog.records:
-            # At DEBUG, botocore logs requests with their credentials.
-            if not record.name.startswith("botocore") or record.levelno > logging.DEBUG:
+        for record in self.caplog.get_records("call"):
+            # At DEBUG, botocore logs requests with their credentials, and fsspec URLs.
+            is_foreign = record.name.startswith(("botocore", "urllib3", "fsspec"))
+            if not is_foreign or record.levelno > logging.DEBUG:
                 self.seen += [record.getMessage(), record.exc_text or "", repr(record.args)]
         self.disk()
         assert [text for text in self.seen if CANARY in text] == []
@@ -245,9 +246,8 @@ def test_tokens_distinguish_shards_and_signatures_do_not(watch, serve):
 
 
 NAMES = ("access_key_id", "secret_access_key", "session_token")
-#: Every response for one of them, some responses for the others.
-STATED = [("options", answered) for answered in ANSWERS]
-STATED += [(where, name) for where in ("environment", "profile") for name in ("whole", "denied")]
+STATED = [*(("options", answered) for answered in ANSWERS)]
+STATED += [("profile", "whole"), ("profile", "denied")]
 
 
 @pytest.mark.parametrize(("where", "answered"), STATED)
@@ -258,10 +258,6 @@ def test_s3_credentials(watch, serve, tmp_path, monkeypatch, answered, where):
     if where == "options":
         options |= {"key": CANARY, "secret": CANARY, "token": CANARY}
         options["client_kwargs"] = {"endpoint_url": endpoint}
-    elif where == "environment":
-        for name in NAMES:
-            monkeypatch.setenv(f"AWS_{name.upper()}", CANARY)
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
     else:
         lines = [f"aws_{name}={CANARY}" for name in NAMES]
         lines = ["[profile p]", *lines, f"endpoint_url={endpoint}", ""]
@@ -325,6 +321,32 @@ def test_the_command_line(watch, serve, tmp_path, set_variables, options):
     assert "Pass the URLs to TarDataset" in watch.seen[-1] and not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.parametrize("source", ["service", "program"])
+def test_what_a_source_of_credentials_says(watch, serve, tmp_path, set_variables, source):
+    service = serve(lambda head: answer("403 Forbidden", head.encode()), most=1000)
+    config, places = tmp_path / "config", {"AWS_EC2_METADATA_DISABLED": "true"}
+    config.write_text("[default]\n")
+    if source == "service":
+        places["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = f"{service.url}/a?x={CANARY}"
+        places["AWS_CONTAINER_AUTHORIZATION_TOKEN"] = CANARY
+    else:
+        config.write_text(f"[default]\ncredential_process = sh -c 'echo {CANARY} >&2; false'\n")
+    set_variables(AWS_CONFIG_FILE=config, **places)
+    watch.read(watch.cache(), "s3://lab/a.tar")
+    assert [watch.command(name) for name in ("config", "doctor")] == [0, 0]
+    assert watch.failures == 1
+
+
+@pytest.mark.parametrize("method", ["info", "ls", "size", "ukey"])
+@pytest.mark.parametrize(("answered", "error"), [("missing", OSError), ("denied", Exception)])
+def test_the_filesystem(watch, serve, tmp_path, method, answered, error):
+    server = serve(ANSWERS[answered], most=100)
+    filesystem = fsspec.filesystem("shardcache", target_protocol="http", dir=tmp_path / "x")
+    with pytest.raises(error) as caught:
+        getattr(filesystem, method)(f"{server.url}/a.tar?token={CANARY}")
+    watch.errors.append(caught.value)
+
+
 @pytest.mark.parametrize("error", [OSError, ValueError, FileNotFoundError])
 def test_filesystems_whose_errors_state_urls(watch, monkeypatch, error):
     def fail(*arguments, **options):
@@ -348,9 +370,7 @@ def test_filesystems_whose_errors_state_urls(watch, monkeypatch, error):
         "s3://lab/${{MYTOKEN}}.tar",
     ],
 )
-def test_a_list_cannot_put_a_credential_of_the_environment_into_an_address(
-    watch, serve, monkeypatch, url, allowed
-):
+def test_a_list_cannot_put_a_credential_into_an_address(watch, serve, monkeypatch, url, allowed):
     for name in ("MYTOKEN", "WDS_MYTOKEN", "DB_PASSWORD", *(f"AWS_{n.upper()}" for n in NAMES)):
         monkeypatch.setenv(name, CANARY)
     server = serve(ANSWERS["missing"], most=100)

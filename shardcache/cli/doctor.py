@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import click
 
 from shardcache import threads
+from shardcache.cache import Cache
 from shardcache.cli.main import ExitCode, Invocation, command, store_options
 from shardcache.cli.output import printable, reason
 from shardcache.config import Config, Upstream
@@ -102,7 +103,7 @@ def doctor_command(invocation: Invocation, url: str | None) -> ExitCode:
 
 def _examine(config: Config, url: str | None) -> Iterator[dict[str, str]]:
     for tier in config.by_tier():
-        for check in (_owner, _filesystem, _space):
+        for check in (_owner, _filesystem, _space, _opens):
             rows = _run(check, os.fspath(tier.dir), tier, timeout=_DEAD_MOUNT)
             yield from rows
             if check is _owner and rows[0]["level"] == "fail":
@@ -200,6 +201,14 @@ def _space(tier: Config) -> Findings:
     if inodes.f_files and inodes.f_favail < 5:  # the number that one shard needs
         fix = "Remove small files on that disk (df -i), or make the filesystem with more inodes."
         yield "fail", f"{inodes.f_favail:,} of {inodes.f_files:,} inodes free", fix
+
+
+def _opens(tier: Config) -> Findings:
+    stats = Cache.from_config(tier).stats("24h")  # those of all tiers are in the last one
+    text = f"{stats.streamed_full:,} of {counted(stats.opens, 'open')} of a day found no room"
+    if stats.opens:
+        fix = "Raise max_size, lower min_free, or point dir at a larger disk."
+        yield ("warn", text, fix) if stats.streamed_full else ("ok", text, "")
 
 
 def _upstream(upstream: Upstream) -> Findings:

@@ -301,8 +301,7 @@ def expand_command(invocation: Invocation, specs: tuple[str, ...], null: bool) -
     invocation.console.object("expand", urls=urls)
     if not invocation.console.json:
         end = "\0" if null else "\n"
-        text = "".join(f"{url}{end}" for url in urls)
-        click.echo(text.encode("utf-8", "surrogateescape"), nl=False)  # the bytes of file names
+        click.echo("".join(f"{url}{end}" for url in urls), nl=False)
 
 
 @command("path")
@@ -326,7 +325,7 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
         shards = [*map(cache.parse, expand(specs, cache))] if fetch else cache.select(specs)
         for shard in shards:
             try:
-                if fetch and cache.path(shard) is None:
+                if fetch:
                     cache.fetch(shard)
             except ShardNotFoundError as exn:
                 console.error(reason(exn), exn)

@@ -7,6 +7,7 @@ ends; the second ends the process at once.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import enum
 import functools
@@ -162,13 +163,15 @@ class Invocation:
         it is no cache yet: a mistyped one must not look like an empty one.
         """
         from shardcache.cache import Cache
-        from shardcache.store.root import check_usable, is_cache, require_cache
+        from shardcache.store.root import check_usable, check_user, is_cache, require_cache
 
         if loaded is None:
             loaded = self.loaded_with_job_limits()
             if not existing:  # it may store shards
                 self.show_job_limits(loaded, [])
         config, sources = loaded
+        for tier in config.by_tier():
+            check_user(tier)
         if existing:
             require_cache(config.dir)
         elif not is_cache(config.dir):
@@ -218,7 +221,7 @@ class Invocation:
         self.received = number
         self.stop.set()
         if not self._polls_stop:
-            raise KeyboardInterrupt
+            raise SystemExit  # after a KeyboardInterrupt amid an import, CPython ends by SIGINT
 
 
 class _ConsoleHandler(logging.Handler):
@@ -244,7 +247,6 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert the text of the option."""
         try:
             return self._parse(value)
         except ConfigError as exn:
@@ -359,13 +361,23 @@ def command_line() -> None:
     """
 
 
+def _as_bytes(exn: UnicodeError) -> tuple[str | bytes, int]:
+    """Print the names of files as they are, and what else the encoding lacks as escapes."""
+    with contextlib.suppress(UnicodeError):
+        return codecs.lookup_error("surrogateescape")(exn)
+    return codecs.backslashreplace_errors(exn)
+
+
+codecs.register_error("shardcache", _as_bytes)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with arguments (default: those of the process); return its exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the shell has closed the stream
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - stays open
         with contextlib.suppress(AttributeError, ValueError):  # a test may have replaced the stream
-            getattr(sys, name).reconfigure(errors="backslashreplace")
+            getattr(sys, name).reconfigure(errors="shardcache")
     invocation = Invocation()
     with invocation.signals():
         code = _run(invocation, arguments)
@@ -398,7 +410,7 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
             text += f" {hint}"
         console.error(text)
         return ExitCode.USAGE
-    except (KeyboardInterrupt, click.Abort):
+    except (SystemExit, KeyboardInterrupt, click.Abort):
         console.error("nothing was done" if invocation.received is None else "interrupted")
         return ExitCode.FAILED
     except (ShardCacheError, OSError) as exn:

@@ -19,7 +19,7 @@ import click
 
 import shardcache
 from shardcache.cli.main import ExitCode, Invocation, command, store_options
-from shardcache.config import load
+from shardcache.config import load, usual_files
 from shardcache.errors import ConfigError
 from shardcache.layout import Layout
 from shardcache.notices import log_read_only, log_unusable
@@ -77,7 +77,12 @@ def run_command(
             "AWS_DEFAULT_REGION, or storage_options in a file."
         )
     variables = _variables(invocation, options)
-    config = load(environ={**os.environ, **variables}).config
+    config, sources = load(environ={**os.environ, **variables})
+    # The program may change its working directory.
+    if sources["dir"] != "default":
+        variables["SHARDCACHE_DIR"] = os.fspath(config.dir)
+    if config.tiers:
+        variables["SHARDCACHE_TIERS"] = json.dumps(config.job_settings()["tiers"])
     if show:
         for name, value in variables.items():
             invocation.console.data(f"export {name}={shlex.quote(value)}")
@@ -123,7 +128,9 @@ def run_command(
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     was = "is known to have been" if code else "was"
     text = f"no shard {was} opened through the cache in {config.dir}"
-    text += "" if stats.opens or lines else " (does the program read any, or replace PYTHONPATH?)"
+    if not (stats.opens or lines):
+        text += " (does the program replace PYTHONPATH? Local files are read in place, unless "
+        text += "cache_local is set)"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"
@@ -139,7 +146,8 @@ def run_command(
 
 
 def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:
-    config = invocation.config and os.fspath(absolute(invocation.config))
+    files = [invocation.config] if invocation.config else usual_files(os.environ)
+    config = os.pathsep.join(os.fspath(absolute(file)) for file in files)
     given = {"CONFIG": config, "DIR": invocation.dir, "ENDPOINT_URL": invocation.endpoint_url}
     variables = {f"SHARDCACHE_{name}": value for name, value in given.items() if value}
     if verbosity := invocation.console.verbosity:

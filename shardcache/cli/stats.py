@@ -390,7 +390,7 @@ def top_command(invocation: Invocation, interval: float, count: int | None) -> N
     console = invocation.console
     count = count or (1 if console.json else None)
     with invocation.cache(existing=True) as cache, ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        stack.enter_context(contextlib.suppress(SystemExit))
         display: Live | None = None
         if console.live and sys.stdout.isatty() and not console.json:
             from rich.live import Live

@@ -92,7 +92,9 @@ def clean_command(
         if report.missing:
             why = "the other shards are pinned, in use, or were used since the running jobs started"
             why = why if report.kept else "no shard is left, and other files fill the disk"
-            console.warning(f"the cache is still {format_bytes(report.missing)} too large: {why}")
+            console.warning(f"the cache is still above its limits: {why}")
+        if everything and (used := report.kept - report.pinned):
+            console.hint(f"Processes use {counted(used, 'shard')}; `shardcache ls` shows which.")
         if not remove_dir or dry_run:
             return ExitCode.DONE
         for tier in cache.config.by_tier():

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +87,8 @@ class _OpenShards(OrderedDict[int, OpenShard]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.windows = dict[int, frozenset[int]]()  #: the shards that each part mixes now
+        #: The shards that each part mixes now.
+        self.windows = WeakKeyDictionary[TarDataset, frozenset[int]]()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OpenShards, ()
@@ -333,7 +335,7 @@ class TarDataset:
             if opened.is_cached:  # otherwise, its stream counts
                 size += opened.offsets[number + 1] - opened.offsets[number]
         if in_use := getattr(indices, "shards", None):  # a batch of a ShardBatchSampler
-            self._open.windows[id(self)] = in_use
+            self._open.windows[self] = in_use
             for position in self._open.keys() - frozenset().union(*self._open.windows.values()):
                 self._open.pop(position, None)
         self.cache.process.counters.read(size)

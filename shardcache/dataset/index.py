@@ -114,7 +114,7 @@ class OpenShard:
         self.used = clock.monotonic()
         self._cache = cache
         self._shard = shard
-        self._stream = stream or open_shard(cache.process, shard, whole=True)
+        self._stream = stream or open_shard(cache.process, shard, complete=True)
         self._lock = threading.Lock()  # held while the position of the stream matters
         self._url = shard.raw or str(shard)
         self._path = str(self._stream.name).removeprefix("file://")

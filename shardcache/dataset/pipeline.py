@@ -344,7 +344,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._is_extended = False
         self._log = _EpochLog()
         self._seed = crc32(str(seed).encode())
-        self._plan()
+        self._stage_positions()
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._log.add()  # copies begin with what is known, and spawned workers find the log
@@ -373,9 +373,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
         epochs, epoch = self._log.add(), checked_int("epoch", epoch, 0)
         is_waiting = self._is_waiting(epochs)
-        if is_waiting and epoch != epochs.epoch:
-            logger.warning("set_epoch(%d) leaves the position that was loaded", epoch)
-        if not is_waiting or epoch != epochs.epoch:
+        if epoch != epochs.epoch or not is_waiting:
+            if is_waiting:
+                logger.warning("set_epoch(%d) leaves the position that was loaded", epoch)
             self._log.add("set", epoch)
             self._run = self._tracked = None
 
@@ -510,7 +510,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
 
         The workers of a loader read the same epoch: that of the first which begins it.
         """
-        plan, info = self._plan(), get_worker_info()
+        plan, info = self._stage_positions(), get_worker_info()
         _, _, worker, workers = pytorch_worker_info()
         kind, name = ("work", f"{_loader()}-{self._turns}") if info else ("begin", token_hex(4))
         self._turns += 1
@@ -520,10 +520,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "Resume with a new DataLoader."
             )
         loaded_epoch = self._loaded.get("epoch", -1) if self._load < 0 else -1
-        event, begun = (kind, loaded_epoch, name), None
-        while begun is None or begun != (epoch, is_first):  # another worker may begin meanwhile
-            epoch, is_first = self._log.add().after(*event).begun[name]
-            is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_first
+        event, begun = (kind, loaded_epoch, name), (-1, False)
+        while (expected := self._log.add().after(*event).begun[name]) != begun:
+            epoch, is_continued = expected  # unless another worker begins meanwhile
+            is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_continued
             state = self._loaded_by_worker(workers).get(worker) if is_continued else None
             run = _Run(epoch) if state is None else _Run.of(state)
             self._run = copy.copy(run)  # first: a signal handler may save a state at any moment
@@ -595,9 +595,10 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             return lambda data: chain(stage(islice(data := iter(data), 1)), data)  # quicker
         return stage
 
-    def _plan(self) -> tuple[int, int, bool]:
-        """Return the positions of the stage that opens shards and of the first one behind those
-        that `_Shards` replaces; and whether the places that were read make a state.
+    def _stage_positions(self) -> tuple[int, int, bool]:
+        """Return two positions, and whether the number of places that were read makes a state.
+
+        They are those of the stage that opens shards, and of the first stage that gets samples.
         """
         for stage in self.pipeline:
             _refuse(stage)
@@ -770,7 +771,7 @@ class _Shards:
             return None
         try:
             if isinstance(stream.raw, ShardStream):
-                stream.raw.wait(whole=True)
+                stream.raw.wait(complete=True)
             stream.fileno()
         except (ShardCacheError, UnsupportedOperation, system_error()):
             return None  # it is not stored, or a read raises the same error

@@ -106,7 +106,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         self.global_batch = checked_int("global_batch", global_batch, 1)
         self._seed = seed = checked_int("seed", seed, most=math.inf)
         self._given: dict[str, Any] = {"seed": seed, "lanes": lanes, "shuffle": shuffle}
-        self._place = rank, world_size  # as the user passed them
+        self._given_ranks = rank, world_size  # as the user passed them
         self._arrange(lanes, shuffle)
         # Epochs, and samples taken from each lane: where the next iteration begins, and where the
         # last one is. A DataLoader requests batches ahead, so these may differ.
@@ -115,7 +115,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         self._is_checked = False  # whether `_check_room` was called
         self._is_in_order = True  # whether the last DataLoader keeps the order of the batches
         # None: the ranks are not compared
-        self._number = next(_numbers) if self._place == (None, None) else None
+        self._number = next(_numbers) if self._given_ranks == (None, None) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_number": None}  # other ranks may make no copy
@@ -257,7 +257,7 @@ class ShardBatchSampler(Sampler[list[int]]):
 
     def _ranks(self) -> tuple[int, int]:
         """Return the rank and the world size, which the user gave or which this process has."""
-        rank, world = self._place
+        rank, world = self._given_ranks
         world = checked_int("world_size", world_size() if world is None else world, 1)
         return checked_int("rank", own_rank() if rank is None else rank, 0, world - 1), world
 
@@ -265,7 +265,7 @@ class ShardBatchSampler(Sampler[list[int]]):
         """Make the order, if it fits the batch and the ranks."""
         size, (rank, world) = self.global_batch, self._ranks()
         # Ranks that the user passes may be a part of those of the launcher.
-        is_launched = self._place == (None, None)
+        is_launched = self._given_ranks == (None, None)
         local = detect().local_size if is_launched else None
         self._nodes = world // local if local and world % local == 0 else 1
         if lanes is None and shuffle != 0 and world > 1 and not local and rank == 0:

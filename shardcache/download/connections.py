@@ -101,7 +101,7 @@ class Connections:
         self._fetched = threading.Condition(self.lock)  # notified if a helper has fetched a part
 
     @property
-    def limit(self) -> int:
+    def allowed(self) -> int:
         """How many connections this process may use at the moment."""
         return min(self._most, self._useful, self._share)
 
@@ -117,7 +117,7 @@ class Connections:
 
     @property
     def known(self) -> bool:
-        """Whether an origin has responded, so that `limit` is based on a measurement."""
+        """Whether an origin has responded, so that `allowed` is based on a measurement."""
         return self._fastest < math.inf
 
     @property
@@ -152,15 +152,15 @@ class Connections:
 
     @contextmanager
     def hold(self, check: Callable[[], None]) -> Iterator[None]:
-        """Hold a connection in the body; first wait while this process is at its `limit`.
+        """Hold a connection in the body; first wait while this process is at its `allowed`.
 
         A wait calls ``check``, which may raise, every second.
         """
         with self.lock:
             self._waiting += 1
             try:
-                # The first connection needs no `limit`, which counts the downloaders.
-                while self._busy and self._busy >= self.limit:
+                # The first connection needs no `allowed`, which counts the downloaders.
+                while self._busy and self._busy >= self.allowed:
                     self._free.wait(_PATIENCE)
                     check()
                     self._measure()  # all connections may be stuck
@@ -168,7 +168,7 @@ class Connections:
             finally:
                 self._waiting -= 1
         try:
-            self._origins.close_idle(self._most)
+            self._origins.limit_open(self._most)
             self.hand_out()
             yield
         finally:
@@ -178,8 +178,8 @@ class Connections:
         """Stop using a connection, and give it to another shard."""
         with self.lock:
             self._use(-1)
-            most = self.limit if self._busy else _KEPT
-        self._origins.close_idle(most)
+            most = self.allowed if self._busy else _KEPT
+        self._origins.limit_open(most)
         self.hand_out()
 
     def offer(self, work: PartQueue) -> None:
@@ -205,7 +205,7 @@ class Connections:
         with self.lock:
             if not self._waiting and self._next() is None:
                 return
-            if self._busy >= self.limit:
+            if self._busy >= self.allowed:
                 return
             if self._waiting:
                 self._free.notify()
@@ -237,10 +237,10 @@ class Connections:
         return self._queues[0] if self._queues else None
 
     def _help(self) -> None:
-        """Fetch parts until none is left, a worker needs the connection, or `limit` has fallen."""
+        """Fetch parts until none is left, a worker needs the connection, or too many are in use."""
         while True:
             with self.lock:
-                yields = self._waiting or self._busy > self.limit
+                yields = self._waiting or self._busy > self.allowed
                 work = None if yields else self._next()
                 if work is None:
                     break

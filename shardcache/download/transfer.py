@@ -95,14 +95,14 @@ class _FailedError(Exception):
     """Another thread of the same transfer has failed."""
 
 
-class _Own(threading.local):
+class _Buffers(threading.local):
     """The blocks of memory of a thread; those in the cache of another core are slower than new."""
 
     def __init__(self) -> None:
         self.free: list[memoryview] = []
 
 
-_own = _Own()
+_buffers = _Buffers()
 
 
 class _Part:
@@ -117,8 +117,8 @@ class _Part:
         self.shown = 0  # bytes of an incomplete first block that readers may see
         self.complete = start == stop
         length = BLOCK if stop is None else min(BLOCK, stop - start)
-        if _own.free:
-            self.buffer = _own.free.pop()
+        if _buffers.free:
+            self.buffer = _buffers.free.pop()
         elif length < BLOCK:
             self.buffer = memoryview(bytearray(length))
         else:  # the allocator would keep a block that a thread frees, in an arena of that thread
@@ -170,7 +170,7 @@ class Transfer:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
         self._partial, self._info = received, received.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
-        # In these cases, this transfer does not see every byte of a whole archive.
+        # After a resume, or without a size, an early end marker may go unseen.
         self.may_end_early = received.written > 0 or self._info.size is None
         self._download.note_running(received, bool(self._origin.upstream), self._fail)
         lead = self._queue_parts()
@@ -313,7 +313,7 @@ class Transfer:
         while not part.complete:
             self._retries.call(lambda: self._request_part(part, fd), sleep=self._sleep)
         if len(part.buffer) == BLOCK:
-            _own.free.append(part.buffer)
+            _buffers.free.append(part.buffer)
         if part.position == 0 and (unused := self._take_first()) is not None:  # an empty object
             unused.close()
 
@@ -343,7 +343,7 @@ class Transfer:
         response = self._origin.open(self._shard, part.position, part.stop, expected)
         try:
             self._resources.connections.answered(response.waited)
-            if response.info.version != self._info.version:
+            if not response.info.is_of(self._info.version, self._info.size):
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
                 if not self._origin.conditional:  # the response does not prove the version
@@ -401,7 +401,7 @@ class Transfer:
                     self._retries.check()
                 if throttle is not None and (seconds := throttle.spend(count)):
                     self._sleep(seconds)
-                    self._retries.extend(seconds)
+                    self._retries.extend(seconds / len(self._responses))  # which all wait
         finally:
             self._responses.discard(response)
             response.close()
@@ -429,7 +429,7 @@ class Transfer:
         """Request the checksum, without retries: it is not worth delaying a complete shard."""
         try:
             info = try_once(str(self._shard), lambda: self._origin.stat(self._shard))
-            if info.version == self._info.version:
+            if info.is_of(self._info.version, self._info.size):
                 self._checksum = info.checksum or self._checksum
                 self._partial.confirm()
             elif info.etag or not self._info.etag:  # some gateways omit the ETag from this response

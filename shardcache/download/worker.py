@@ -101,7 +101,7 @@ class Worker:
     _sources: Iterator[Origin] = field(init=False)  # after the current one
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
     _tier: Tier | None = None  # in which the last partial is, or was
-    _is_anew: bool = False  # whether the next source cannot continue the partial
+    _discards_partial: bool = False  # whether the next source cannot continue the partial
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
 
     @lazy
@@ -139,7 +139,7 @@ class Worker:
             and (other := next(self._sources, None))
         ):
             source.ended(exn)
-            self._source, self._is_anew = other, not upstream
+            self._source, self._discards_partial = other, not upstream
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:
                 raise TransferError(
@@ -173,10 +173,10 @@ class Worker:
         elif isinstance(exn, FileNotFoundError) and is_local_error(exn) and count == 1:
             logger.info("%s: the disk was unmounted or emptied (%s)", shard, exn)
         else:
-            return is_local_error(exn) and self._find_room(exn)
+            return is_local_error(exn) and self._try_elsewhere(exn)
         return True
 
-    def _find_room(self, exn: OSError) -> bool:
+    def _try_elsewhere(self, exn: OSError) -> bool:
         """Leave a faster tier that failed or is full, or evict entries of the last one; once each.
 
         The failed attempt has removed its partial and released the lock.
@@ -331,9 +331,9 @@ class Worker:
             self._sources = iter([resources.origins.of(shard)]) if download.outdated else sources
             self._source = next(self._sources)
         partial = None if lock is None else self._resume(lock)
-        if partial is not None and self._is_anew:
+        if partial is not None and self._discards_partial:
             partial.discard()
-            partial, self._is_anew = None, False
+            partial, self._discards_partial = None, False
         elif partial is not None and self._source.upstream:
             begun, copy = partial.metadata, self._source.stated
             is_other = copy is not None and copy.version != begun.info.version
@@ -418,10 +418,10 @@ class Worker:
         return opened
 
     def _is_best_whole(self) -> bool:
-        """Return whether the first request should ask for the whole shard: if it is small, or if it
-        may find no room, so that readers can use the response.
+        """Return whether the first request asks for the whole shard.
 
-        Raises CacheFullError if there certainly is no room.
+        It does if the shard is small, or if no tier may have room: then a reader streams the
+        response. Raises CacheFullError if a listed size finds no room in any tier.
         """
         download, resources = self._download, self._resources
         likely, tiers = resources.likely_size(download), self._directories.tiers

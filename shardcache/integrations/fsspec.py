@@ -87,7 +87,7 @@ class ShardFile(io.BufferedReader):
     def fileno(self) -> int:
         """Return a descriptor of the shard's file; waits until the shard is complete."""
         if isinstance(self.raw, ShardStream) and not self.closed:
-            self.raw.wait(whole=True)
+            self.raw.wait(complete=True)
         return super().fileno()
 
 
@@ -210,7 +210,7 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
         with ignoring(ConfigError, OSError):
             entry = cache.entry(self._url(path, options.get("version_id")))
         if entry is None:
-            return self.fs.info(path, **options)
+            return self._ask("info", path, **options)
         info = {"name": path, "size": entry.size, "type": "file"}
         # A cached shard needs no network. Without an ETag, it came from a target that has fields of
         # its own, such as a disk; they describe the shard unless it was replaced since.
@@ -237,7 +237,14 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def _ask(self, method: str, path: Any = None, *args: Any, **options: Any) -> Any:
         """Call a method of the target. It removes its own protocol from the path."""
-        return getattr(self.fs, method)(path and _without_protocol(path), *args, **options)
+        try:
+            return getattr(self.fs, method)(path and _without_protocol(path), *args, **options)
+        except Exception as exn:
+            if redact(str(exn)) == str(exn):
+                raise
+            is_absent = isinstance(exn, FileNotFoundError)
+            error = (FileNotFoundError if is_absent else OSError)(redact(str(exn)))
+        raise error
 
     def _refuse(self, action: str, *_args: Any, **_options: Any) -> NoReturn:
         advice = "Write to the URL without shardcache::."

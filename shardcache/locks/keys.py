@@ -90,8 +90,8 @@ class KeyLock:
 
     path: Path
     _modes: files.Modes = files.PRIVATE
-    #: Name of the partial of this holder. Until it has one, the name is that of the previous
-    #: holder's, so that a second kill does not lose it.
+    #: Name of the partial of this holder; until it has its own, that of the previous holder, which
+    #: a second kill must not lose.
     partial: str | None = None
     _file: io.FileIO | None = None
 
@@ -248,6 +248,6 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     partial = previous is not None and previous.partial
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
-    with ignoring(OSError), files.locked(path, remove=True) as free:
+    with ignoring(OSError), files.locked_if_free(path, remove=True) as free:
         if free:
             path.unlink()

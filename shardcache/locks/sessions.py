@@ -72,7 +72,7 @@ def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
     """Yield the key and the `Holder` of each process that waits for a download. Remove nothing."""
     for path in _files(layout, ".wait"):
         # An exclusive lock would look like a wait to other processes that list the waits.
-        with ignoring(OSError), files.locked(path, shared=True) as free:
+        with ignoring(OSError), files.locked_if_free(path, shared=True) as free:
             if not free and (waiter := read_holder(path)):
                 yield path.name.partition(".")[0], waiter
 
@@ -110,7 +110,7 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
 def _live_since(path: Path) -> float | None:
     """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
-        with files.locked(path, remove=True) as free:
+        with files.locked_if_free(path, remove=True) as free:
             if not free:
                 return path.lstat().st_mtime
             path.unlink()

@@ -309,7 +309,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     A program that prints no valid credentials raises FileNotFoundError, ValueError, or RuntimeError
     if they have expired. An ended login is waited for only if the store ``worked`` before.
     """
-    reason = quoted(str(exn)).rstrip(".")
+    reason = shown_error(exn)
     kinds = {kind.__name__ for kind in type(exn).__mro__}
     response = getattr(exn, "response", None)
     response = response if isinstance(response, dict) else {}
@@ -337,6 +337,15 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
         """(SHARDCACHE_STORAGE_OPTIONS='{"anon": true}').""",
         url=str(shard),
     )
+
+
+def shown_error(exn: Exception) -> str:
+    """Return botocore's text, without what a service or a program sent: it may be a secret."""
+    sent = str(getattr(exn, "kwargs", {}).get("error_msg") or "")
+    status = re.search(r"response (\d{3})\b", sent)
+    hidden = f"status {status[1]}" if status else "its text is not shown, as it may hold secrets"
+    text = str(exn).replace(sent, hidden) if sent else str(exn)
+    return quoted(text).rstrip(".")
 
 
 def _metadata_service_is_busy() -> bool:
@@ -418,7 +427,7 @@ def s3_access(config: Config, *, timed: bool = False) -> S3Access:
         credentials = session(options).get_credentials()
         lifetime = _lifetime(credentials) if timed and credentials is not None else ""
     except (BotoCoreError, ClientError, ValueError) as exn:  # ValueError: of a credential_process
-        return S3Access(endpoint, None, redact(str(exn)))
+        return S3Access(endpoint, None, shown_error(exn))
     return S3Access(endpoint, None if credentials is None else f"{credentials.method}{lifetime}")
 
 

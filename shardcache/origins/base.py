@@ -163,6 +163,14 @@ class ObjectInfo(NamedTuple):
             return _hash("etag", self.etag, self.size)
         return _hash("mtime", self.modified, self.size)
 
+    def is_of(self, version: str, size: int | None) -> bool:
+        """Return whether this is a version; with a strong ETag also if one of the sizes is unknown,
+        because a server may at first send an object in chunks.
+        """
+        is_weak = not self.etag or self.etag.startswith("W/")
+        known = self if is_weak or None not in (size, self.size) else self._replace(size=size)
+        return known.version == version
+
     @property
     def identifiable(self) -> bool:
         """Whether two responses can be compared. If not, one response must have the whole shard."""
@@ -271,7 +279,7 @@ class Origin(Protocol):
 
 def compare_version(origin: Origin, shard: ShardURL, info: ObjectInfo) -> None:
     """Raise VersionChangedError if the current version of an object is not that of ``info``."""
-    if origin.stat(shard).version != info.version:
+    if not origin.stat(shard).is_of(info.version, info.size):
         raise VersionChangedError(str(shard))
 
 

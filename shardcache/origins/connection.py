@@ -462,7 +462,7 @@ class Transport:
         # Strong references to all open connections. Otherwise the garbage collector, when it
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
-        self._most = math.inf  # the last argument of `close_idle`
+        self._most = math.inf  # the last argument of `limit_open`
         self.used = 0.0  #: when the last request was sent, on the monotonic clock
         # Not at exit: threads may still read, and other files may get the sockets' descriptors.
         weakref.finalize(self, _close, self._open).atexit = False
@@ -533,7 +533,7 @@ class Transport:
     def is_connected(self, url: str) -> bool:
         return any(url.startswith(f"{connection.server}/") for connection in self._open.copy())
 
-    def close_idle(self, most: int) -> int:
+    def limit_open(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open, now and whenever one gets idle.
 
         Returns the number of open connections.

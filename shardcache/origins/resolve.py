@@ -87,12 +87,12 @@ class Origins:
     def use(self, scheme: str, origin: Origin) -> None:
         self._made[scheme, (), ""] = origin
 
-    def close_idle(self, most: int) -> int:
+    def limit_open(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open; return how many are open."""
         origins = [*self._made.values(), *(upstream.origin for upstream in self._upstreams)]
         transports, count = [o.transport for o in origins if o.transport is not None], 0
         for transport in sorted(transports, key=lambda t: -t.used):  # the last one keeps most
-            count += transport.close_idle(max(0, most - count))
+            count += transport.limit_open(max(0, most - count))
         return count
 
     def sources(self, shard: ShardURL, size: int | None = None) -> Iterator[Origin]:
@@ -136,7 +136,7 @@ def _make(shard: ShardURL, options: Mapping[str, Any], timeout: float) -> Origin
 class UpstreamOrigin(Origin):
     """The copy of one shard in an upstream, as a `base.Origin` that reads only this shard."""
 
-    _place: _Upstream
+    _upstream: _Upstream
     _copy: ShardURL
     _copied: ObjectInfo  #: the version in the upstream
     stated: ObjectInfo  #: the version at the origin if a sidecar states it, otherwise `_copied`
@@ -144,11 +144,11 @@ class UpstreamOrigin(Origin):
     states_checksums = False  # the digest proves more than a checksum
 
     def __post_init__(self) -> None:
-        self.upstream, self._origin = self._place.name, self._place.origin
+        self.upstream, self._origin = self._upstream.name, self._upstream.origin
         self.conditional = self._origin.conditional
 
     def ended(self, exn: Exception | None = None) -> None:
-        self._place.ended(exn)
+        self._upstream.ended(exn)
 
     def open(
         self, shard: ShardURL, start: int, stop: int | None, expected: ObjectInfo | None = None

@@ -253,7 +253,7 @@ class Pace:
         self._guard = threading.Lock()
         # Requests in flight. They leave the set even if a signal handler raises around `turn`.
         self._turns: weakref.WeakSet[_Turn] = weakref.WeakSet()
-        self._limit = math.inf  # most requests in flight at once
+        self._window = math.inf  # most requests in flight at once
         self._full = 0  # requests in flight when throttling began; a limit this high is lifted
         self._pauses = 0  # pauses in a row, without a served request in between
         self._next = 0.0  # no request is sent before this time (monotonic clock)
@@ -295,7 +295,7 @@ class Pace:
         """Return the seconds until a throttling server may get a request; 0 or less means now."""
         if self.is_over:
             return 0.0
-        if len(self._turns) >= self._limit:
+        if len(self._turns) >= self._window:
             return _POLL * clock.randomness.uniform(0.5, 1.0)
         return self._next - clock.monotonic()
 
@@ -308,7 +308,7 @@ class Pace:
                 self._refused_since, self._pauses = now, 0
             self._refused = now
             if now >= self._next:  # the refusals of one round count once
-                self._limit = max(1, min(self._limit, len(self._turns)) // 2)
+                self._window = max(1, min(self._window, len(self._turns)) // 2)
                 pause = min(_LONGEST, _FIRST * 2**self._pauses) * clock.randomness.uniform(0.5, 1.0)
                 self._next = now + max(pause, min(exn.retry_after or 0.0, RETRY_AFTER_CAP))
                 self._pauses += 1
@@ -323,14 +323,14 @@ class Pace:
     def _speed_up(self) -> None:
         with self._guard:
             self._pauses, self._refused_since = 0, None
-            if self._since is None or math.isinf(self._limit):
+            if self._since is None or math.isinf(self._window):
                 return
-            self._limit += 1 if self._limit < self._full / 2 else 1 / self._limit
-            if self._limit < self._full:
+            self._window += 1 if self._window < self._full / 2 else 1 / self._window
+            if self._window < self._full:
                 return
             passed = clock.monotonic() - self._since
             # A pause that is left would keep the next refusal from setting a limit.
-            self._since, self._next, self._limit = None, 0.0, math.inf
+            self._since, self._next, self._window = None, 0.0, math.inf
         self._log(logging.INFO, f"responds again after {format_duration(passed)}")
 
     def _log(self, level: int, message: str) -> None:

@@ -223,9 +223,12 @@ class S3Origin(Origin):
             with no_fork():  # as above: this call may renew the credentials
                 keys = credentials.get_frozen_credentials()
         except Exception as exn:  # noqa: BLE001 - botocore has its own exceptions
-            raise chain_error(exn, shard, self._profile, worked=store.worked) from None
-        expiry = getattr(credentials, "_expiry_time", None)
-        store.renewed(keys, expiry.timestamp() if expiry else math.inf)
+            error = chain_error(exn, shard, self._profile, worked=store.worked)
+        else:
+            expiry = getattr(credentials, "_expiry_time", None)
+            store.renewed(keys, expiry.timestamp() if expiry else math.inf)
+            return
+        raise error  # not in the handler: the exception quotes what a program or service has sent
 
     def server(self, shard: ShardURL) -> str:
         return self._bucket(shard.bucket_and_key()[0]).server
@@ -279,7 +282,10 @@ class S3Origin(Origin):
             decode = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
             found = page.iterfind("{*}Contents")
             pairs = ((item.findtext("{*}Key"), item.findtext("{*}Size")) for item in found)
-            sizes = {decode(key or "")[len(folder) :]: int(size or 0) for key, size in pairs}
+            keys = {decode(key or ""): int(size or 0) for key, size in pairs}
+            if wrong := [key for key in keys if not key.startswith(folder)]:
+                raise ValueError(f"it has {wrong[0]}, and not only what was asked for")
+            sizes = {key[len(folder) :]: size for key, size in keys.items()}
         except (ElementTree.ParseError, ValueError, LookupError) as exn:
             text = f"{directory}: the response of {name} is not a listing of S3: "
             text += f"{quoted(str(exn))}. Check endpoint_url."
@@ -316,9 +322,9 @@ class S3Origin(Origin):
         plain = {key: value for key, value in headers.items() if key not in _CHECKSUM}
         if name in store.without_checksums:
             headers = plain
-        place = f"{shard} {query}"
+        resource = f"{shard} {query}"
         if route is None:
-            target = self._moved.get(place, "")
+            target = self._moved.get(resource, "")
             is_near = target and self.transport.is_connected(target)
             route = http.Route(target if is_near else "")
         bucket, keys, response = self._send(method, shard, headers, query, route)
@@ -326,7 +332,7 @@ class S3Origin(Origin):
             if route.servers:
                 if len(self._moved) >= 1000:  # takes no more than half a megabyte
                     self._moved.clear()
-                self._moved[place] = route.target
+                self._moved[resource] = route.target
             store.worked |= keys is not None
             return response
         code, reason, elsewhere = _read_refusal(response)
@@ -340,7 +346,7 @@ class S3Origin(Origin):
         if code != "PermanentRedirect" and (moved := route.redirected(response, shard, is_signed)):
             return self._request(method, shard, headers, query, moved)
         if route.target and not route.servers:  # the object is no longer where it was
-            raise RepeatError("target", error, partial(self._moved.pop, place, None))
+            raise RepeatError("target", error, partial(self._moved.pop, resource, None))
         if code in _INVALID and is_signed:
             raise RepeatError("credentials", error, partial(self._renew, keys, shard))
         if code == _SKEWED:

@@ -189,7 +189,13 @@ def make_plan(
                 disks[device].append((max(0, room), spare))
     # Several tiers may share a disk.
     free = sum(min(sum(r for r, _ in each), max(s for _, s in each)) for each in disks.values())
-    lacking, evict = max(0, needed - free), 0
+    left_in, lacking, evict = rooms.copy(), 0, 0
+    for need in on_disk.values():  # a shard is not divided among tiers
+        if fitting := [tier for tier, room in left_in.items() if need <= room]:
+            left_in[fitting[0]] -= need
+        else:
+            lacking += need
+    lacking = max(lacking, needed - free)
     for tier, room in rooms.items() if lacking else ():  # in the order of `Worker._reserve`
         unwanted = [e for e in entries if e.key not in wanted and tier.owns(e.directory)]
         policy = tier.space.policy

@@ -325,7 +325,7 @@ class Pool:
         is_enough = self._is_small and not self._has_stalled and connections.near
         # A thread that waits for another process's download needs no connection.
         waiting = sum(download.is_waiting for download in list(self._running.values()))
-        return waiting + (1 if is_enough else connections.limit)
+        return waiting + (1 if is_enough else connections.allowed)
 
     def _is_waiting(self) -> bool:
         return os.lseek(self._position, 0, os.SEEK_CUR) < len(self._queue)

@@ -37,14 +37,14 @@ class Lookahead:
 
     def __init__(
         self,
-        cache: ProcessCache,
+        process: ProcessCache,
         data: Iterable[Any],
         shard_of: Callable[[Any], ShardURL],
         *,
         prefetch: bool = True,
     ) -> None:
-        self._cache = cache
-        self._most = cache.config.prefetch if prefetch else 0
+        self._process = process
+        self._most = process.config.prefetch if prefetch else 0
         self._data = iter(data)
         self._shard_of = shard_of
         self._queue: deque[tuple[Any, Opened | DownloadReader | None]] = deque()
@@ -67,7 +67,7 @@ class Lookahead:
         item, ahead = self._queue.popleft()
         shard = self._shard_of(item)
         del item  # only the consumer keeps a reference to the item
-        stream = open_shard(self._cache, shard, finish=False, ahead=ahead)
+        stream = open_shard(self._process, shard, finish=False, ahead=ahead)
         while len(self._queue) < self._most and self._take(download=True):
             pass
         return stream
@@ -81,12 +81,12 @@ class Lookahead:
         except Exception as exn:  # noqa: BLE001 - raised after the preceding items
             self._error, self._data = exn, iter(())
             return False
-        cache, reader = self._cache, None
+        process, reader = self._process, None
         if download:
             with ignoring(ShardCacheError, OSError):  # `open` will raise the same error
                 shard = self._shard_of(item)
-                if not cache.is_in_place(shard):
-                    reader = cache.lookup(shard) or DownloadReader(cache, shard, ahead=True)
+                if not process.is_in_place(shard):
+                    reader = process.lookup(shard) or DownloadReader(process, shard, ahead=True)
         self._queue.append((item, reader))
         return True
 
@@ -101,9 +101,9 @@ class Prefetcher:
         size: the size of one of the shards in bytes, or None until one is known.
     """
 
-    def __init__(self, cache: ProcessCache) -> None:
+    def __init__(self, process: ProcessCache) -> None:
         self.size: int | None = None
-        self._cache = cache
+        self._process = process
         self._lock = threading.Lock()
         self._queue: deque[ShardURL] = deque()
         self._running: deque[Download] = deque()
@@ -115,9 +115,9 @@ class Prefetcher:
         The least recently used shards are evicted first. So those that are cached count as used
         now, in this order, even if a reader opened them long ago or will do so only later.
         """
-        wanted = dict.fromkeys(shard for shard in shards if not self._cache.is_in_place(shard))
+        wanted = dict.fromkeys(shard for shard in shards if not self._process.is_in_place(shard))
         with self._lock, contextlib.suppress(threads.NoThreadError):
-            if self._cache.config.prefetch:
+            if self._process.config.prefetch:
                 before = [shard for shard in self._queue if shard not in wanted]
                 self._queue = deque([*before, *wanted])
             if self._queue and not self._has_thread:
@@ -127,7 +127,7 @@ class Prefetcher:
     @staticmethod
     def _run(reference: weakref.ref[Prefetcher]) -> None:
         while (prefetcher := reference()) is not None and prefetcher._begin():
-            running, most = prefetcher._running, prefetcher._cache.config.prefetch
+            running, most = prefetcher._running, prefetcher._process.config.prefetch
             del prefetcher  # while this thread waits
             if len(running) >= most:
                 running[0].wait(lambda: running[0].ended)  # noqa: B023
@@ -141,15 +141,15 @@ class Prefetcher:
             shard = self._queue.popleft()
         while self._running and self._running[0].ended:
             self.size = self._running.popleft().size or self.size
-        cache = self._cache
-        cache.stop_keeping_used()
+        process = self._process
+        process.stop_keeping_used()
         try:
-            if (opened := cache.lookup(shard)) is not None:
+            if (opened := process.lookup(shard)) is not None:
                 self.size = opened.size
-                cache.tier_of(opened.directory).store.touch(opened.directory, clock.time())
+                process.tier_of(opened.directory).store.touch(opened.directory, clock.time())
                 opened.close()
             else:
-                download, _ = cache.start_download(shard, finish=True, ahead=True)
+                download, _ = process.start_download(shard, finish=True, ahead=True)
                 download.leave()
                 self._running.append(download)
         except Exception as exn:  # noqa: BLE001 - the reader raises it

@@ -64,16 +64,18 @@ class DownloadReader:
     path = None
 
     def __init__(
-        self, cache: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
+        self, process: ProcessCache, shard: ShardURL, *, finish: bool = False, ahead: bool = False
     ) -> None:
         self.waited = 0.0  #: seconds
-        self._cache, self._shard, self._finish = cache, shard, finish
+        self._process, self._shard, self._finish = process, shard, finish
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: OpenPartial | None = None
         self._read = 0  # offset after the last byte that was read
         self._is_fixed = False  # whether the caller has seen bytes or the size
         self._watermark = 0  # offset after the last byte that may be read
-        self._download, self._has_started = cache.start_download(shard, finish=finish, ahead=ahead)
+        self._download, self._has_started = process.start_download(
+            shard, finish=finish, ahead=ahead
+        )
 
     def promote(self) -> bool:
         """Begin to read a shard downloaded ahead. Return False if the caller must open it again."""
@@ -101,11 +103,11 @@ class DownloadReader:
         is_own = self._download.pid == os.getpid()  # otherwise, the connection is the parent's
         return self._download.take_response() if is_own else None
 
-    def wait(self, *, whole: bool) -> bool:
-        """Wait for a partial or, with ``whole``, for the end; return whether the download ended."""
+    def wait(self, *, complete: bool) -> bool:
+        """Wait for a partial, or if ``complete``, for the end; return whether that has come."""
         download = self._joined()
         self.waited += download.wait(
-            lambda: download.ended or not (whole or download.partial is None)
+            lambda: download.ended or not (complete or download.partial is None)
         )
         return download.ended
 
@@ -130,7 +132,7 @@ class DownloadReader:
         opened = download.result()
         is_own = download.state is not State.WAITING
         if opened is None and self._partial is not None and self._partial.sealed and not is_own:
-            opened = self._cache.lookup(self._shard)
+            opened = self._process.lookup(self._shard)
         if opened is not None:
             self._check(opened)
         elif not self._has_grown(download.partial, position):
@@ -141,8 +143,8 @@ class DownloadReader:
     def _joined(self) -> Download:
         """Return the download. A forked child joins one of its own first."""
         if self._download.pid != os.getpid():
-            cache, finish = self._cache, self._finish
-            self._download, has_started = cache.start_download(self._shard, finish=finish)
+            process, finish = self._process, self._finish
+            self._download, has_started = process.start_download(self._shard, finish=finish)
             self._has_started |= has_started
         return self._download
 
@@ -185,10 +187,11 @@ class DownloadReader:
         url, info = str(self._shard), self._partial.info
         parts = [(min(BLOCK, self._read - at), at) for at in range(0, self._read, BLOCK)]
         try:
-            is_same = opened.size == info.size or opened.entry.version == info.version
-            if is_same and all(os.pread(old, *part) == os.pread(new, *part) for part in parts):
+            is_version = info.is_of(opened.entry.version, opened.size)
+            may_be_same = is_version or opened.size == info.size
+            if may_be_same and all(os.pread(old, *part) == os.pread(new, *part) for part in parts):
                 return
-            if opened.entry.version != info.version:
+            if not is_version:
                 text = "was replaced while it was read, and the bytes read so far are old"
                 raise TransferError(f"{url} {text}. Read the shard again.", url=url)
             text = "bytes that were read were damaged on their way, and the shard was "
@@ -224,15 +227,15 @@ class OriginReader:
 
     def __init__(
         self,
-        cache: ProcessCache,
+        process: ProcessCache,
         shard: ShardURL,
         position: int = 0,
         *,
         version: Version | None = None,
         response: Body | None = None,
     ) -> None:
-        self._cache, self._shard = cache, shard
-        self._retries = cache.resources.retry_limits.started(str(shard))
+        self._process, self._shard = process, shard
+        self._retries = process.resources.retry_limits.started(str(shard))
         self._position = position  # offset of the next byte
         # The version to insist on, because bytes or the size were told, and the size, once known.
         self._version: str | None = version and version[0]
@@ -242,10 +245,10 @@ class OriginReader:
         self._proof: tuple[str, TreeDigest] | None = None
         self._body: Body | None = None
         if response is None:
-            self._use_sources(cache.origins.sources(shard))
+            self._use_sources(process.origins.sources(shard))
             self._body = self._call(self._open)
         else:
-            self._use_sources(iter([cache.origins.of(shard)]))
+            self._use_sources(iter([process.origins.of(shard)]))
             self._body, self._info, self._size = response, response.info, response.info.size
         self._read_at = clock.monotonic()
 
@@ -256,7 +259,7 @@ class OriginReader:
     def _use_next_source(self) -> None:
         self._origin = origin = next(self._sources)
         self._counter = "bytes_upstream" if origin.upstream else "bytes_origin"
-        self._retries.use(self._cache.resources.retry_limits, once=bool(origin.upstream))
+        self._retries.use(self._process.resources.retry_limits, once=bool(origin.upstream))
         self._received = 0  # bytes of `_body`
         self._has_failed = False  # whether the last attempt failed
         if self._version is None:
@@ -280,7 +283,7 @@ class OriginReader:
                 "origin names no version. Open it in the forked process.",
                 url=str(self._shard),
             )
-        self._use_sources(self._cache.origins.sources(self._shard))
+        self._use_sources(self._process.origins.sources(self._shard))
 
     def _call(self, function: Callable[[], T]) -> T:
         """Call ``function`` for one source after the other, until it succeeds."""
@@ -322,7 +325,7 @@ class OriginReader:
         if self._proof is not None:
             self._prove(view[:count], *self._proof)
         self._version = self._version or self._info.version
-        self._cache.counters.read(count, self._counter)
+        self._process.counters.read(count, self._counter)
         if self._position == self._size:
             self._origin.ended()
             self.close()  # so that the connection is free before the stream is closed
@@ -392,10 +395,10 @@ class OriginReader:
                     "origin names no version (ETag or Last-Modified). Read the shard again.",
                     url=str(self._shard),
                 )
-            if self._version not in (None, body.info.version):
+            if self._version and not body.info.is_of(self._version, self._size):
                 raise VersionChangedError(str(self._shard))
             if passed := skip(body, self._position):
-                self._cache.counters.read(passed, self._counter)
+                self._process.counters.read(passed, self._counter)
         except BaseException:
             body.close()
             raise

@@ -52,6 +52,7 @@ from shardcache.faults import (
     system_error,
 )
 from shardcache.files import is_file
+from shardcache.layout import OUTDATED
 from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.digest import BLOCK
@@ -87,24 +88,24 @@ _COUNTERS = {
 
 
 def open_shard(
-    cache: ProcessCache,
+    process: ProcessCache,
     shard: ShardURL,
     *,
     finish: bool = True,
-    whole: bool = False,
+    complete: bool = False,
     ahead: Opened | DownloadReader | None = None,
 ) -> BinaryIO:
     """Return a stream of the shard.
 
     Args:
         finish: whether to complete a download even if the stream is closed earlier.
-        whole: whether to wait until the shard is complete, even with ``fill="follow"``. Then the
+        complete: whether to wait until the shard is complete, even with ``fill="follow"``. Then the
             stream has a descriptor (``fileno``), unless it bypasses the cache.
         ahead: an entry or a download that a look-ahead began; the stream takes it over.
 
     Raises the errors of `Cache.open`.
     """
-    if shard.scheme == "file" and cache.is_in_place(shard):
+    if shard.scheme == "file" and process.is_in_place(shard):
         return _open_in_place(shard)
     started = clock.monotonic()
     if isinstance(ahead, DownloadReader) and not ahead.promote():
@@ -113,17 +114,17 @@ def open_shard(
     opened = ahead if isinstance(ahead, Opened) else None
     try:
         if ahead is None:
-            opened = cache.lookup(shard)
-        reader = opened or ahead or DownloadReader(cache, shard, finish=finish)
+            opened = process.lookup(shard)
+        reader = opened or ahead or DownloadReader(process, shard, finish=finish)
     except (ShardCacheError, system_error()) as exn:
-        return _buffered(cache, shard, _bypass(cache, shard, exn))
+        return _buffered(process, shard, _bypass(process, shard, exn))
     if opened is None:
-        return _buffered(cache, shard, reader, whole=whole)
-    stream = ShardStream(cache, shard, reader)
-    cache.note_use(opened, started)
-    tiers = cache.tiers
-    tier = tiers.index(cache.tier_of(opened.directory)) if len(tiers) > 1 else None
-    cache.counters.opened("hit", clock.monotonic() - started, tier)
+        return _buffered(process, shard, reader, complete=complete)
+    stream = ShardStream(process, shard, reader)
+    process.note_use(opened, started)
+    tiers = process.tiers
+    tier = tiers.index(process.tier_of(opened.directory)) if len(tiers) > 1 else None
+    process.counters.opened("hit", clock.monotonic() - started, tier)
     if logger.isEnabledFor(logging.DEBUG):
         facts = {"event": "hit", "shard": str(shard), "bytes": opened.size}
         logger.debug("%s: hit", shard, extra=facts)
@@ -131,31 +132,31 @@ def open_shard(
 
 
 def _buffered(
-    cache: ProcessCache, shard: ShardURL, reader: Reader, *, whole: bool = False
+    process: ProcessCache, shard: ShardURL, reader: Reader, *, complete: bool = False
 ) -> BinaryIO:
-    stream = ShardStream(cache, shard, reader)
-    stream.wait(whole=whole or cache.config.fill == "complete")
+    stream = ShardStream(process, shard, reader)
+    stream.wait(complete=complete or process.config.fill == "complete")
     return io.BufferedReader(stream, BUFFER)
 
 
-def stream_file(cache: ProcessCache, file: ShardURL) -> BinaryIO:
+def stream_file(process: ProcessCache, file: ShardURL) -> BinaryIO:
     """Return a stream of a file without storing it."""
-    return _buffered(cache, file, OriginReader(cache, file))
+    return _buffered(process, file, OriginReader(process, file))
 
 
-def pin_shard(cache: ProcessCache, shard: ShardURL) -> Opened:
+def pin_shard(process: ProcessCache, shard: ShardURL) -> Opened:
     """Return an entry that stays at its path until closed; see `ProcessCache.fetch`."""
     started = clock.monotonic()
     while True:
-        opened = cache.fetch(download := Download(cache.downloads, shard))
+        opened = process.fetch(download := Download(process.downloads, shard))
         waited = clock.monotonic() - started
         if not opened.stuck and is_file(opened.path, opened.file.fileno()):
-            cache.counters.opened(download.outcome, waited)
-            cache.counters.read(opened.size)  # assume that the caller reads the whole file
+            process.counters.opened(download.outcome, waited)
+            process.counters.read(opened.size)  # assume that the caller reads the whole file
             return opened
         opened.close()  # the entry was evicted before it was pinned, or is being evicted
         if opened.stuck:
-            if waited >= cache.config.lock_timeout:
+            if waited >= process.config.lock_timeout:
                 raise LockTimeoutError(
                     f"{shard} is being evicted by a process that does not continue. Look for "
                     "one that is stopped, or read the shard with open().",
@@ -175,7 +176,7 @@ def _open_in_place(shard: ShardURL) -> BinaryIO:
 
 
 def _bypass(
-    cache: ProcessCache,
+    process: ProcessCache,
     shard: ShardURL,
     fault: Exception,
     failed: DownloadReader | None = None,
@@ -189,14 +190,14 @@ def _bypass(
     counter = next(_COUNTERS[kind] for kind in type(fault).__mro__ if kind in _COUNTERS)
     counts = {} if counter is None else {counter: 1}
     try:
-        _warn(cache, shard, fault)
+        _warn(process, shard, fault)
         response = None
         if failed is not None and position == 0 and version is None:
             response = failed.take_response()
-        reader = OriginReader(cache, shard, position, version=version, response=response)
+        reader = OriginReader(process, shard, position, version=version, response=response)
     except Exception as exn:
-        cache.counters.add({"failed": 1, **counts})
-        cache.counters.flush()  # the error may end a worker, which then writes nothing
+        process.counters.add({"failed": 1, **counts})
+        process.counters.flush()  # the error may end a worker, which then writes nothing
         number = getattr(fault, "errno", None)
         is_final = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
         if is_final or number not in (errno.EMFILE, errno.ENFILE):
@@ -207,27 +208,27 @@ def _bypass(
             url=str(shard),
             errno=number,
         ) from exn
-    cache.counters.add({"streamed": 1, **counts})
+    process.counters.add({"streamed": 1, **counts})
     return reader
 
 
-def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
+def _warn(process: ProcessCache, shard: ShardURL, fault: Exception) -> None:
     """Log why a shard is streamed. Raises ``fault`` if the shard must not be streamed."""
     if isinstance(fault, (CacheFullError, LockTimeoutError, UnprovenError, UnusableError)):
         kind, reason = type(fault).__name__, fault.message.removeprefix(f"{shard}: ")
     elif is_local_error(fault):
         kind, reason = fault_kind(fault), str(fault.strerror or fault)
-        path = str(fault.filename or cache.config.dir)
+        path = str(fault.filename or process.config.dir)
         if path not in reason:
             reason = f"{path}: {reason}"
     else:  # an error of the origin, which streaming would only repeat
         raise fault
-    if cache.config.strict:
+    if process.config.strict:
         raise fault
     text = "%s is streamed, not cached: %s"
     facts = {"event": "streamed", "shard": str(shard), "reason": kind}
-    if isinstance(fault, CacheFullError) and cache.notices.is_new("full"):
-        config = cache.config
+    if isinstance(fault, CacheFullError) and process.notices.is_new("full"):
+        config = process.config
         most = "" if config.max_size is None else f"max_size {config.max_size}, "
         logger.warning(
             "%s is full (%smin_free %s): shards that find no room are streamed each time they are "
@@ -239,7 +240,7 @@ def _warn(cache: ProcessCache, shard: ShardURL, fault: Exception) -> None:
     elif isinstance(fault, (CacheFullError, PausedError, UnusableError)):  # logged before
         logger.info(text, shard, reason, extra=facts)
     else:
-        cache.notices.warn(kind, text, shard, reason, extra=facts)
+        process.notices.warn(kind, text, shard, reason, extra=facts)
 
 
 class ShardStream(io.RawIOBase):
@@ -253,18 +254,18 @@ class ShardStream(io.RawIOBase):
     _version_fixed = False  # because bytes or the size were delivered
     _error: Exception | None = None
 
-    def __init__(self, cache: ProcessCache, shard: ShardURL, reader: Reader) -> None:
+    def __init__(self, process: ProcessCache, shard: ShardURL, reader: Reader) -> None:
         self.name = reader.path or str(shard)
-        self._cache = cache
-        self._counters = cache.counters  # a forked child adds to a copy, which nothing writes
+        self._process = process
+        self._counters = process.counters  # a forked child adds to a copy, which nothing writes
         self._shard = shard
         self._reader = reader
         self._position = 0
 
-    def wait(self, *, whole: bool) -> None:
-        """Wait for a partial or, with ``whole``, for the entry."""
+    def wait(self, *, complete: bool) -> None:
+        """Wait for a partial or, with ``complete``, for the entry."""
         while self._error is None and isinstance(reader := self._reader, DownloadReader):
-            if not reader.wait(whole=whole):
+            if not reader.wait(complete=complete):
                 return
             self._advance(reader)
 
@@ -373,13 +374,13 @@ class ShardStream(io.RawIOBase):
 
     def _replace(self, fault: ShardCacheError | OSError) -> None:
         """Continue with the reader that replaces the failed one. Raises if there is none."""
-        failed, cache, shard = self._reader, self._cache, self._shard
+        failed, process, shard = self._reader, self._process, self._shard
         try:
             if isinstance(failed, Opened) and is_disk_fault(fault):
                 self._use(self._replace_entry(failed, fault))
             elif isinstance(failed, DownloadReader):
                 version = failed.version if self._version_fixed else None
-                self._use(_bypass(cache, shard, fault, failed, self._position, version))
+                self._use(_bypass(process, shard, fault, failed, self._position, version))
             else:
                 raise fault  # nothing can replace the origin
         except (ShardCacheError, system_error()) as exn:
@@ -389,31 +390,35 @@ class ShardStream(io.RawIOBase):
 
     def _replace_entry(self, opened: Opened, fault: OSError) -> Reader:
         """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
-        cache, shard, entry = self._cache, self._shard, opened.entry
+        process, shard, entry = self._process, self._shard, opened.entry
         if fault.errno == errno.ESTALE and not opened.reopened:
             with ignoring(DamagedError, OSError):
-                grace = cache.tier_of(entry.directory).store.layout.grace
+                grace = process.tier_of(entry.directory).store.layout.grace
                 again = open_data(opened.directory, opened.path, opened.size, grace)
                 if again is not None:
                     return replace(again, reopened=True)
         self._counters.add({"errors_disk": 1})
         try:
-            directories = cache.prepare()
+            directories = process.prepare()
             directories.read_failed(entry.directory, fault)
-            with directories.locked(entry.path) as is_locked:
+            with directories.key_locked(entry.path) as is_locked:
                 # Publishing takes this lock, so the path names the same file until the lock is
                 # released. If the path names another file now, ours was already replaced.
                 if is_locked and is_file(opened.path, opened.file.fileno()):
                     set_aside(entry.path, f"{shard}: {fault.strerror}")
+            for store in process.stores():  # other links to the file must not be linked again
+                for link in store.entries_of(shard.key):
+                    if is_file(f"{link.directory}/{shard.basename}", opened.file.fileno()):
+                        link.mark(OUTDATED)
         except (ConfigError, system_error()) as exn:
             logger.info("%s: %s cannot be set aside: %s", shard, opened.path, exn)
-        if cache.config.strict:
+        if process.config.strict:
             raise fault
         text = "%s cannot be read at byte %d of %s (%s); the rest is streamed"
         facts = shard, self._position, opened.path, fault.strerror
-        cache.notices.warn(fault_kind(fault), text, *facts)
+        process.notices.warn(fault_kind(fault), text, *facts)
         version = (entry.version, entry.size) if self._version_fixed else None
-        return OriginReader(cache, shard, self._position, version=version)
+        return OriginReader(process, shard, self._position, version=version)
 
     def _use(self, reader: Reader) -> None:
         failed, self._reader = self._reader, reader

@@ -25,6 +25,7 @@ from shardcache.faults import ignoring, system_error
 from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLock, read_holder
+from shardcache.locks.sessions import live_sessions
 from shardcache.space import eviction
 from shardcache.space.eviction import CleanReport, Limits, Policy, Removal
 from shardcache.space.memory import Volume, allocation, ram_disk
@@ -51,8 +52,8 @@ _MANY = 100
 #: If the numbers are unknown, at least this many shards are counted, or all of them; an estimate
 #: from these is within 4 %.
 _COUNTED = 10_000
-#: Multiples of this number, modulo 256, spread a sample over the bins. Evictions take the bins in
-#: turn, so several in a row may hold more than the average.
+#: `Space.contents` samples bins that are this far apart, because evictions empty bins in turn, so
+#: that neighbours are alike.
 _STRIDE = 159
 #: Seconds after which an admission lists a sample although nothing must be evicted, to correct the
 #: numbers: processes without a ``max_size`` do not add to ``usage``.
@@ -108,13 +109,13 @@ class _Usage:
         known = [size for size in self.bins if size is not None]
         return sum(known) * _BINS // max(1, len(known))
 
-    def listed_to(self, bin: int) -> None:
-        self.next = (bin + 1) % _BINS
+    def listed_to(self, number: int) -> None:
+        self.next = (number + 1) % _BINS
         self.listed = clock.monotonic()
 
-    def add(self, bin: int, size: int) -> None:
-        before = self.bins[bin]
-        self.bins[bin] = None if before is None else max(0, before + size)
+    def add(self, number: int, size: int) -> None:
+        before = self.bins[number]
+        self.bins[number] = None if before is None else max(0, before + size)
 
 
 @dataclass(eq=False)
@@ -215,14 +216,14 @@ class Space:
         self, shard: ShardURL, size: int | None, policy: Policy | None, exists: bool
     ) -> None:
         """Add a shard to ``usage``, evicting first if necessary. Call it with the budget lock."""
-        room, bin = 0 if size is None else self.allocated(size), _bin(shard.key)
+        room, number = 0 if size is None else self.allocated(size), _bin(shard.key)
         need = 0 if exists else room  # a listing counts what exists
         if (limits := self.limits(need)) == Limits():
             return  # no limit applies, so ``usage`` is not needed
         with self._usage() as usage:
             if size is None or exists:
-                usage.bins[bin] = None
-                usage.growing.add(bin)
+                usage.bins[number] = None
+                usage.growing.add(number)
             self._count(usage)
             is_old = not 0 <= clock.monotonic() - usage.listed < _CORRECTED
             if is_old and (policy is None or limits.excess(usage.total + need) <= 0):
@@ -233,7 +234,7 @@ class Space:
             for attempt in range(_PLANS):
                 over = limits.excess(usage.total + need)
                 if over <= 0 or freed >= least:
-                    usage.add(bin, need)
+                    usage.add(number, need)
                     return
                 if policy is None:
                     break
@@ -249,7 +250,8 @@ class Space:
                         # Otherwise, entries stay because of readers, which may end at any moment.
                         if policy.keeps_used:
                             held = usage.total + need - plan.missing
-                            self._write(self.node.refusal, clock.monotonic(), held)
+                            oldest = min(live_sessions(self.node), default=0)
+                            self._write(self.node.refusal, clock.monotonic(), held, oldest)
                         raise self._no_room(str(shard), plan.missing)
                     freed += self._evict(usage, plan)  # not all, if a process now reads one
                 self._count(usage)
@@ -277,10 +279,10 @@ class Space:
         listing = zip(order, self._list(usage, order), strict=True)
         entries, listed = list[Entry](), 0
         for least in (_SAMPLE,) if sample_only else (_SAMPLE, math.inf):
-            for bin, (more, size) in listing:
+            for number, (more, size) in listing:
                 entries += more
                 listed += size
-                usage.listed_to(bin)
+                usage.listed_to(number)
                 if len(entries) >= least and listed >= _SHARE * over:
                     break
             spare = min(listed // _SHARE, usage.total // 100) if len(entries) >= _MANY else 0
@@ -314,8 +316,10 @@ class Space:
         """Count the shards on the disk; estimate a large cache from a fixed sample of its bins."""
         stores, files, share = self.stores(), list[eviction.Links](), 0.0
         for n in range(_BINS):
-            bin = f"{n * _STRIDE % _BINS:02x}"
-            files += eviction.group_links(entry for store in stores for entry in store.entries(bin))
+            prefix = f"{n * _STRIDE % _BINS:02x}"
+            files += eviction.group_links(
+                entry for store in stores for entry in store.entries(prefix)
+            )
             share = (n + 1) / _BINS
             if len(files) >= _COUNTED:
                 break
@@ -330,25 +334,25 @@ class Space:
         for flight in self.flights():
             flights.setdefault(_bin(flight.path.name), []).append(flight)
         stores = self.stores()
-        for bin in bins:
-            entries = [entry for store in stores for entry in store.entries(f"{bin:02x}")]
+        for number in bins:
+            entries = [entry for store in stores for entry in store.entries(f"{number:02x}")]
             published = {(entry.key, entry.version) for entry in entries}
             # A partial that was published after it was listed counts only as an entry. A partial
             # that still exists next to an entry of its version may replace the entry: both count.
             reserved = sum(
                 flight.reserved
-                for flight in flights.get(bin, ())
+                for flight in flights.get(number, ())
                 if (flight.key, flight.version) not in published or is_directory(flight.path)
             )
-            if any(f.live and f.key and f.size is None for f in flights.get(bin, ())):
-                usage.growing.add(bin)
+            if any(f.live and f.key and f.size is None for f in flights.get(number, ())):
+                usage.growing.add(number)
             size = eviction.total_bytes(entries, self.allocated)
-            usage.bins[bin] = size + reserved
+            usage.bins[number] = size + reserved
             yield entries, size
 
     def _count(self, usage: _Usage) -> None:
         """Count the bins whose bytes are unknown, until `_COUNTED` shards are counted."""
-        unknown = [bin for bin, size in enumerate(usage.bins) if size is None]
+        unknown = [number for number, size in enumerate(usage.bins) if size is None]
         left = math.inf if self.node.grace is not None else _COUNTED
         for entries, _ in self._list(usage, unknown) if unknown else ():
             if (left := left - len(entries)) <= 0:
@@ -369,22 +373,28 @@ class Space:
     def _read(self) -> _Usage:
         """Return the content of ``usage``. With leases, or if it is damaged, no bin is counted."""
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            boot, bins, bin, listed = read_json(self.node.usage)
+            boot, bins, number, listed = read_json(self.node.usage)
             if len(bins) == _BINS and self.node.grace is None:
                 bins = [size if isinstance(size, int) and size >= 0 else None for size in bins]
                 listed = float(listed) if boot == clock.boot_id() else -math.inf
-                return _Usage(bins, int(bin) % _BINS, listed)
+                return _Usage(bins, int(number) % _BINS, listed)
         return _Usage()
 
     def _refusal(self, need: int, policy: Policy, usage: _Usage | None = None) -> tuple[int, bool]:
-        """Return how many of ``need`` bytes the last refusal lacks, and whether it is recent."""
+        """Return how many of ``need`` bytes the last refusal lacks, and whether it still holds.
+
+        It holds for a minute, while the limits are exceeded and the same jobs keep their shards.
+        """
         if policy.keeps_used and self.node.grace is None:
             with contextlib.suppress(ValueError, TypeError, OverflowError):
-                boot, when, most = read_json(self.node.refusal)
+                boot, when, most, oldest = read_json(self.node.refusal)
                 age = clock.monotonic() - float(when)
                 if boot == clock.boot_id() and age >= 0:
                     total = (usage or self._read()).total
-                    return max(0, total + need - int(most)), age < _REFUSED
+                    missing = max(0, total + need - int(most))
+                    if missing and self.limits(need).excess(total + need) > 0:
+                        is_kept = oldest == min(live_sessions(self.node), default=0)
+                        return missing, age < _REFUSED and is_kept
         return 0, False
 
     def forget_refusal(self) -> None:

@@ -116,6 +116,7 @@ class CleanReport:
         removed, kept = ("would remove", "would keep") if self.dry_run else ("removed", "kept")
         rest = f"{kept} {counted(self.kept, 'shard')}, {format_bytes(self.kept_bytes)} on disk"
         rest += f" ({self.pinned:,} pinned)" if self.pinned else ""
+        rest += f", {format_bytes(self.missing)} above the limits" if self.missing else ""
         if not self.removed:
             return f"nothing to remove; {rest}"
         reasons = Counter(removal.reason for removal in self.removed)

@@ -208,10 +208,7 @@ GAUGES = {
     "free_bytes": ("Free bytes of the disk.", "free_bytes"),
     "downloads": ("Downloads that are running.", "downloads"),
     "processes": ("Processes that use the cache.", "processes"),
-    "last_clean_timestamp_seconds": (
-        "Time of the last cleaning, at first of the creation.",
-        "cleaned",
-    ),
+    "last_clean_timestamp_seconds": ("Time of the last cleaning, or creation.", "cleaned"),
 }
 
 

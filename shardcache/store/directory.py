@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardcache import files
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, system_error
-from shardcache.layout import META, PROGRESS, evicted, is_side_file
+from shardcache.layout import META, PROGRESS, hidden_path, is_side_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.urls import parse_url
 
@@ -143,7 +143,7 @@ def _recorded_name(directory: Path | str) -> str | None:
     return None
 
 
-def data_lock(
+def data_locked_if_free(
     directory: Path | str,
     grace: float | None,
     *,
@@ -158,7 +158,7 @@ def data_lock(
     if grace is not None:
         return contextlib.nullcontext(files.is_idle(Path(directory), grace))
     data = data or data_file(directory) or directory
-    return files.locked(data, shared=shared, remove=remove, of=directory)
+    return files.locked_if_free(data, shared=shared, remove=remove, of=directory)
 
 
 def hide(directory: Path) -> Path | None:
@@ -166,7 +166,7 @@ def hide(directory: Path) -> Path | None:
 
     Returns the new path, or None if the directory is gone or is a mount point.
     """
-    hidden = evicted(directory)
+    hidden = hidden_path(directory)
     try:
         return directory.rename(hidden)
     except system_error() as exn:
@@ -187,7 +187,7 @@ def hide(directory: Path) -> Path | None:
 
 def remove_free(directory: Path, grace: float | None) -> bool:
     """Remove an entry or a partial unless a process uses it; return whether it is gone."""
-    with data_lock(directory, grace, remove=True) as free:
+    with data_locked_if_free(directory, grace, remove=True) as free:
         if not free or (hidden := hide(directory)) is None:
             return False
         # Keep the lock until the names are gone, so that a reader that gets its lock afterwards

@@ -28,7 +28,7 @@ from shardcache.store.directory import (
     DamagedError,
     Metadata,
     data_file,
-    data_lock,
+    data_locked_if_free,
     hide,
     readable,
     remove_directory,
@@ -424,7 +424,7 @@ class Store:
 
         ``data`` is the path of the data file; without it, the directory is listed.
         """
-        with data_lock(entry.directory, self._grace, data=data) as free:
+        with data_locked_if_free(entry.directory, self._grace, data=data) as free:
             return not free
 
     def evict(self, entry: Entry) -> bool:

@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 from shardcache import files
 from shardcache.faults import ignoring, system_error
-from shardcache.layout import META, PROGRESS, Layout, is_evicted_name, parse_partial_name
+from shardcache.layout import META, PROGRESS, Layout, is_hidden_name, parse_partial_name
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
     DamagedError,
     Metadata,
     data_file,
-    data_lock,
+    data_locked_if_free,
     remove_directory,
 )
 
@@ -419,12 +419,12 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
         seen.update(new)
         for name in new:
             parsed, path = parse_partial_name(name), layout.partial / name
-            if not (parsed or is_evicted_name(name)) or not files.is_directory(path):
+            if not (parsed or is_hidden_name(name)) or not files.is_directory(path):
                 continue
             try:
                 # A shared lock detects a writer, and no other process mistakes it for one. Only an
                 # exclusive lock detects the readers of a hidden entry.
-                with data_lock(path, layout.grace, shared=parsed is not None) as free:
+                with data_locked_if_free(path, layout.grace, shared=parsed is not None) as free:
                     occupied = 0
                     if (data := data_file(path)) is not None:
                         with contextlib.suppress(FileNotFoundError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardcache.config import Config, __version__, group_name
 from shardcache.errors import ConfigError
 from shardcache.faults import FULL, ignoring, system_error
-from shardcache.files import Modes, existing, is_directory, list_names, locked, random_token
+from shardcache.files import Modes, existing, is_directory, list_names, locked_if_free, random_token
 from shardcache.layout import MANIFEST, Layout, is_record_name, is_temporary_name, read_manifest
 from shardcache.locks.mounts import lock_kind
 
@@ -129,7 +129,7 @@ def unusable(root: Path, exn: OSError) -> ConfigError:
 
 def _check_foreign(root: Path) -> None:
     """Raise ConfigError if ``root`` has links, or is neither a cache nor empty."""
-    check_links(Layout.of_root(root))
+    check_symlinks(Layout.of_root(root))
     names = [] if is_cache(root) else sorted(list_names(root.resolve()))
     if foreign := [n for n in names if not (n in _ROOT_NAMES or is_temporary_name(n))]:
         examples = ", ".join(foreign[:3]) + (", ..." if foreign[3:] else "")
@@ -145,7 +145,7 @@ def is_cache(root: Path) -> bool:
         manifest = (root / MANIFEST).lstat()
     except system_error():
         return False
-    return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).first_link() is None
+    return stat.S_ISREG(manifest.st_mode) and Layout.of_root(root).first_symlink() is None
 
 
 def is_read_only(root: Path) -> bool:
@@ -173,7 +173,7 @@ def remove_root(layout: Layout) -> None:
             for name in names:
                 path = Path(directory, name)
                 if is_record_name(name) or is_temporary_name(name):
-                    with ignoring(OSError), locked(path, remove=True) as free:
+                    with ignoring(OSError), locked_if_free(path, remove=True) as free:
                         if free:  # otherwise, a job began after the last check
                             path.unlink(missing_ok=True)
             with ignoring(OSError):  # not empty
@@ -201,9 +201,15 @@ def check_root(config: Config) -> None:
     _check_foreign(root)
 
 
-def check_links(layout: Layout) -> None:
+def check_user(config: Config) -> None:
+    """Raise the errors of `check_root`; but the superuser may use the caches of all users."""
+    if config.dir.is_dir() and (os.geteuid() != 0 or config.dir.stat().st_uid == 0):
+        check_root(config)
+
+
+def check_symlinks(layout: Layout) -> None:
     """Raise ConfigError if a directory of the namespace is a symbolic link."""
-    if link := layout.first_link():
+    if link := layout.first_symlink():
         raise ConfigError(
             f"{link} is a symbolic link, and shardcache does not follow links in a cache. "
             "Set dir to the directory that it points to."

@@ -67,7 +67,7 @@ class VerifyStatus:
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
 _THREADS = 4
-#: Holds the lock of an entry's key, if it is free (`Directories.locked`).
+#: Holds the lock of an entry's key, if it is free (`Directories.key_locked`).
 _Locked = Callable[[Path], AbstractContextManager[bool]]
 
 

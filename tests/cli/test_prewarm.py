@@ -54,14 +54,12 @@ def test_expand_prints_the_bytes_of_a_name(end, tmp_path, monkeypatch, capsysbin
 
 
 @pytest.mark.parametrize("command", ["prewarm {}/", "prewarm s3://{1}/", "import {0} {0}/"])
-def test_a_name_with_a_control_character_fails_alone(
-    run, s3, bucket, s3_environment, tmp_path, monkeypatch, command
-):
-    monkeypatch.setenv("SHARDCACHE_CACHE_LOCAL", "1")
+def test_a_control_character_fails_alone(run, put, bucket, tmp_path, set_variables, command):
+    set_variables(SHARDCACHE_CACHE_LOCAL=1)
     (folder := tmp_path / "shards").mkdir()
     for name in ("a.tar", "b\n.tar"):
         (folder / name).write_bytes(make_tar(1))
-        s3.put(bucket, name, make_tar(1))
+        put(name, make_tar(1))
     err = run.err(*command.format(folder, bucket).split(), "--json", code=3)
     assert err.count("contains a control character") == 1
     assert ("a.tar (" in err) == command.startswith("import")  # a disk states no checksum
@@ -85,6 +83,13 @@ def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path, mo
     assert (code, err) == (0, "") and "All 4 shards cached" in out
 
 
+def test_a_shard_is_not_divided_among_tiers(run, spec, data, proxy, tmp_path, monkeypatch):
+    size = room(tmp_path, len(data["train-0000.tar"]))
+    monkeypatch.setenv("SHARDCACHE_TIERS", f"{tmp_path}/tier={size * 5 // 2}B")
+    run.err("prewarm", "-n", spec, "--max-size", f"{size * 3 // 2}B", code=5)
+    assert "4 to fetch" in run.out("prewarm", "-n", spec, "--max-size", f"{2 * size}B")
+
+
 def test_a_missed_deadline_is_exit_3_unless_best_effort(run, spec, proxy):
     proxy.pause(after=20_000)  # listings pass
     code, out, err = run("prewarm", spec, "--deadline", "500ms", "-q")
@@ -93,9 +98,7 @@ def test_a_missed_deadline_is_exit_3_unless_best_effort(run, spec, proxy):
     assert run("prewarm", spec, "--deadline", "500ms", "--best-effort")[0] == 0
 
 
-def test_check_sends_no_request_and_names_what_is_missing_or_too_much(
-    run, warm, spec, bucket, proxy
-):
+def test_check_sends_no_request_and_names_what_is_missing(run, warm, spec, bucket, proxy):
     proxy.reset()
     assert run.out("prewarm", "--check", spec).endswith("4 cached, nothing to fetch\n")
     out = run.out("prewarm", "--check", spec, "--max-size", "1B")
@@ -238,8 +241,8 @@ def test_a_bucket_that_is_given_up_is_a_failure_of_best_effort_too(run, spec, bu
     assert code == 3 and "failed  2 more for the same reason" in err
 
 
-def test_a_log_that_cannot_be_written_is_no_fault_of_the_cache(s3, bucket, s3_environment, proxy):
-    s3.put(bucket, "a.tar", make_tar(1))
+def test_a_log_that_cannot_be_written_is_no_fault_of_the_cache(put, proxy):
+    command = "-v", "path", "--fetch", put("a.tar", make_tar(1))
     with open("/dev/full", "w") as full:
-        assert run_process("-v", "path", "--fetch", f"s3://{bucket}/a.tar", stderr=full)[0] == 0
+        assert run_process(*command, stderr=full)[0] == 0
     assert [*proxy.fetches().values()] == [1]

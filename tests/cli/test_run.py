@@ -11,6 +11,7 @@ from tests.support.clitools import SHARDS, Command, run_process
 from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
+from tests.support.trainingtools import programs
 
 #: As in timm and lhotse, workers build the pipeline and skip errors.
 TRAINING = """
@@ -163,25 +164,24 @@ def test_only_reads_of_shards_use_the_cache(launch, s3, bucket, spec, tmp_path):
         ("pipe:cat shard | tail -c +1", 0, "only a shell understands its '|'"),
         ("pipe:aws s3 cp s3://nowhere/b.tar - --no-sign-request", 0, "access denied"),
         ("pipe:gsutil cat gs://nowhere/b.tar", 0, "gs:// cannot be read here"),
+        ("pipe:cat shard", 0, "it is a local file, which is read in place. Set cache_local"),
     ],
 )
-def test_the_last_line_tells_what_webdataset_read(
-    form, opened, reason, launch, s3, bucket, s3_environment, tmp_path
-):
+def test_the_last_line_tells_what_was_read(form, opened, reason, launch, put, bucket, tmp_path):
     for name in ("a.tar", "shard-00000"):
-        s3.put(bucket, name, make_tar(1))
+        put(name, make_tar(1))
     (tmp_path / "shard").write_bytes(make_tar(1))
-    for name in ("aws", "gsutil"):  # what the clients would read with other credentials
-        (tmp_path / name).write_text(f"#!/bin/sh\nexec cat {tmp_path}/shard")
-        (tmp_path / name).chmod(0o755)
-    options = {"environment": {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, "cwd": tmp_path}
+    cat = f"exec cat {tmp_path}/shard"  # what the clients would read with other credentials
+    environment = {"PATH": programs(tmp_path / "bin", aws=cat, gsutil=cat)}
+    options = {"environment": environment, "cwd": tmp_path}
     code, out, err = launch(2 * SAMPLES, form.format(bucket), **options)
     assert (code, out) == (0, "4\n4\n"), err
     *_, last = err.splitlines()
     assert f"{opened} shards opened" in last if opened else "no shard was opened" in last
     assert "replace PYTHONPATH?" not in last
     assert (reason is None) == ("not cached" not in last) and (reason or "") in last
-    assert err.count("and WebDataset reads it") == (reason is not None)
+    is_refused = reason is not None and "in place" not in reason
+    assert err.count("and WebDataset reads it") == is_refused
     assert "could not be opened" not in last
 
 
@@ -199,6 +199,7 @@ def test_the_file_of_a_run_may_be_damaged_or_missing(run, monkeypatch, command, 
     assert code == 7 and "no shard is known" in err and "Traceback" not in err
 
 
+HIDDEN = "import sys; sys.modules['shardcache'] = None; import webdataset"
 WORDS = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
 
 
@@ -207,10 +208,7 @@ WORDS = ["-v", "--config", "train.yaml", "--dir", "X", "--", "--json"]
     [
         (["-c", "import sys; print(sys.argv[1:])", *WORDS], 0, f"{WORDS}\n", "no shard was opened"),
         (["-I", "-c", ""], 0, "", "replace PYTHONPATH?"),
-        (
-            *(["-c", "import sys; sys.modules['shardcache'] = None; import webdataset"], 1, ""),
-            f"shardcache is not installed for {sys.executable}",
-        ),
+        (["-c", HIDDEN], 1, "", f"shardcache is not installed for {sys.executable}"),
     ],
 )
 def test_the_program_gets_its_words_and_an_explanation(words, code, out, message):
@@ -244,9 +242,22 @@ def test_a_signal_that_comes_before_the_program_reaches_it(run, monkeypatch):
         child.kill()
 
 
-def test_the_variables_of_env_have_directory_and_configuration_of_the_command(
-    run, spec, tmp_path, monkeypatch
-):
+def test_the_program_may_change_its_directory(launch, spec, tmp_path, monkeypatch):
+    (tmp_path / "shardcache.toml").write_text('dir = "here"\nmax_size = "1GB"\n')
+    (tmp_path / "elsewhere").mkdir()
+    moved = f"import os; os.chdir({str(tmp_path / 'elsewhere')!r})\n{SAMPLES}"
+    moved += "import shardcache; print(shardcache.default_cache().config.max_size)"
+    for directory in "", "given":
+        environment = {"SHARDCACHE_CONFIG": "", "SHARDCACHE_DIR": directory}
+        environment["SHARDCACHE_TIERS"] = f"t=1GB,{tmp_path}/u=1GB"
+        code, out, err = launch(moved, spec, environment=environment, cwd=tmp_path)
+        assert (code, out.split()) == (0, ["80", "1GB"]), err
+        assert f"{SHARDS} shards opened" in err
+        assert (tmp_path / (directory or "here") / "manifest.json").exists()
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_env_prints_directory_and_configuration_of_the_command(run, spec, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shardcache.toml").write_text("[")  # is not read

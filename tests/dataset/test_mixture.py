@@ -211,6 +211,10 @@ def test_parts_of_a_data_set_keep_their_own_shards_open(make_cache, origin, monk
     for batch in ShardBatchSampler(data, 4, shuffle=2):
         data.__getitems__(batch)
     assert cache.stats().opens <= 8 + 8 + 2  # counted, and read; an epoch of a half may begin again
+    del data, halves[1]  # a part that is gone keeps none
+    batch = next(iter(ShardBatchSampler(halves[0], 4, shuffle=2)))
+    halves[0].__getitems__(batch)
+    assert cache.clean(everything=True, dry_run=True).kept <= len(batch.shards)
 
 
 def test_a_part_that_drops_samples_keeps_the_others_in_place(make_cache, origin):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcache.files import dup_exclusive, locked, open_exclusive, try_flock
+from shardcache.files import dup_exclusive, locked_if_free, open_exclusive, try_flock
 from shardcache.locks.keys import Holder, KeyLock, remove_locks
 from tests.support.storetools import Parent, forked, make_store, no_descriptor_left, refusing, tree
 
@@ -44,11 +44,8 @@ def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(tmp_path, monk
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSPC])
 def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, number):
     path = tmp_path / "key.lock"
-    if number == errno.ENOSPC:
-        concerns = lambda p, *a, **k: str(p) == str(path)  # noqa: E731
-        monkeypatch.setattr(os, "open", refusing(number, when=concerns, real=os.open))
-    else:
-        monkeypatch.setattr(fcntl, "flock", refusing(number, real=fcntl.flock))
+    module, name = (os, "open") if number == errno.ENOSPC else (fcntl, "flock")
+    monkeypatch.setattr(module, name, refusing(number, real=getattr(module, name)))
     one, other = KeyLock(path), KeyLock(path)
     with no_descriptor_left():
         assert one.try_acquire(ME) and other.try_acquire(ME)
@@ -110,5 +107,5 @@ def test_a_handler_that_raises_at_the_end_of_a_lock_leaves_nothing_open(tmp_path
 
     (path := tmp_path / "a").touch()
     monkeypatch.setattr("shardcache.files.unlock", handler)
-    with no_descriptor_left(), pytest.raises(TimeoutError), locked(path):
+    with no_descriptor_left(), pytest.raises(TimeoutError), locked_if_free(path):
         pass

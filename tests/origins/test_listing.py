@@ -54,6 +54,13 @@ def test_other_urls_need_no_listing(url, make_cache):
     assert expand(url, make_cache()) == [url]
 
 
+def test_a_store_that_ignores_the_prefix_is_refused(make_cache, serve):
+    server = serve(answer("200 OK", listing("d/a.tar", "e/b.tar")), most=9)
+    cache = make_cache(endpoint_url=server.url, storage_options={"anon": True})
+    with pytest.raises(ConfigError, match=r"it has e/b\.tar"):
+        expand("s3://lab/d/", cache)
+
+
 def test_patterns_of_an_origin_that_lists_nothing_are_refused(make_cache, origin, monkeypatch):
     monkeypatch.setattr("shardcache.origins.resolve._make", lambda *arguments: origin)
     with pytest.raises(ConfigError, match=r"own:// cannot be listed. Write ranges"):

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,14 +14,13 @@ from pathlib import Path
 import pytest
 
 import shardcache
-from shardcache import TransferError, threads
+from shardcache import threads
 from shardcache.origins.base import TransientError
 from shardcache.origins.retry import Pace
 from tests.support.caches import read
 from tests.support.clitools import run_process
 from tests.support.storetools import PATIENCE, descriptors, no_descriptor_left, wait_until
 from tests.support.tars import make_tar
-from tests.support.webservers import part_of
 
 # Python drops what a handler raises in a finalizer.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -35,9 +33,7 @@ class Deadline(Exception):
     """Raised by a handler."""
 
 
-def interrupted(
-    function: Callable[[], object], step: int, error: type[Exception] = Deadline
-) -> Iterator[int]:
+def interrupted(function, step, error=Deadline):
     """Call a function once for each of its moments, at which a handler of the thread raises."""
 
     def handler(frame, event, _):
@@ -274,21 +270,6 @@ def test_the_first_use_of_a_cache_may_be_interrupted_and_repeated(url, tmp_path)
     ended = run_process(tmp_path / "cache", url, python=[sys.executable, "-c", code])
     # Its main thread did not import: a handler that raises there keeps a lock of a module.
     assert ended == (0, "interrupted \n" * 3 + f"{len(DATA)}\n", "")
-
-
-@pytest.mark.parametrize("max_size", [None, 1000], ids=["download", "past"])
-def test_a_server_that_ends_each_answer_early_gets_few_requests(make_cache, serve, max_size):
-    """Fewer bytes than an attempt must receive."""
-
-    def short(head):
-        stated, body = part_of(DATA, head, Connection="close")
-        return stated + body[:5000]
-
-    server = serve(short)
-    cache = make_cache(max_size=max_size, attempts=3)
-    with pytest.raises(TransferError):
-        read(cache, f"{server.url}/a.tar")
-    assert len(server.heads) <= 4
 
 
 def test_a_long_shard_is_read_once(make_cache, url, monkeypatch):

@@ -149,7 +149,7 @@ def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
 
 
 def half_evicted(layout) -> Path:
-    path = layout.new_evicted(KEY)
+    path = layout.new_hidden(KEY)
     path.mkdir()
     (path / "a.tar").write_bytes(DATA)
     (path / META).write_bytes(b"{}")
@@ -166,13 +166,13 @@ def test_dead_partials_in_any_state_are_removed(layout, tmp_path):
     outside.mkdir()
     (outside / "a.tar").write_bytes(DATA)
     layout.new_partial(KEY, "2" * 24, 1).symlink_to(outside)
-    layout.new_evicted(KEY).symlink_to(outside)
+    layout.new_hidden(KEY).symlink_to(outside)
     live = begin(layout, metadata_for(data=DATA))
     before = tree(tmp_path)
     dead_partial(layout)
     half_evicted(layout)
     (dead_partial(layout) / "a.tar").unlink()
-    layout.new_evicted(KEY).mkdir()  # killed before the last rmdir
+    layout.new_hidden(KEY).mkdir()  # killed before the last rmdir
     layout.new_partial(KEY, "0" * 24, 1).mkdir()  # killed before it made its file
     with no_descriptor_left():
         assert [flight.path for flight in in_flight(layout) if flight.live] == [live.path]

@@ -127,7 +127,7 @@ def test_other_directories_are_no_namespaces(tmp_path: Path) -> None:
     for name in (".hidden", "a b"):
         (node.ranks / name).mkdir(parents=True)
     (node.ranks / "link").symlink_to(elsewhere)
-    node.rank("half").make()
-    node.rank("half").objects.rmdir()
-    node.rank("half").objects.symlink_to(elsewhere / "objects")
+    node.namespace("half").make()
+    node.namespace("half").objects.rmdir()
+    node.namespace("half").objects.symlink_to(elsewhere / "objects")
     assert Cache(tmp_path).process.last_tier.stores()[1:] == []

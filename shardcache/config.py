@@ -578,10 +578,11 @@ def _from_webdataset(env: Mapping[str, str]) -> Iterator[tuple[str, object, str]
 
 def usual_files(env: Mapping[str, str]) -> list[Path]:
     """Return the existing configuration files that hold in an environment, the first one first."""
-    if named := env.get("SHARDCACHE_CONFIG"):  # several from `shardcache run`
-        return [Path(name) for name in named.split(os.pathsep)]
+    if (named := env.get("SHARDCACHE_CONFIG", "")) and os.pathsep not in named:
+        return [Path(named)]
     home = env.get("XDG_CONFIG_HOME") or f"{env.get('HOME', '')}/.config"
     usual = ["shardcache.toml", f"{home}/shardcache/config.toml", "/etc/shardcache.toml"]
+    usual = named.split(os.pathsep) if named else usual  # from `shardcache run`
     # Path.exists would raise PermissionError in a directory that this process may not enter.
     return [Path(path) for path in usual if os.path.exists(path)]  # noqa: PTH110
 

@@ -78,9 +78,7 @@ class ProcessCache:
         tiers: the tiers, fastest first.
         last_tier: the last tier, which is ``dir`` and holds the locks.
         directories: the `Directories` that were found, or None until `prepare` has made them.
-        disk: whether the disk is read and written, or paused after faults.
-        downloads: those that run, which readers share.
-        resources, origins, counters, notices: what downloads and streams use.
+        disk, resources, origins, counters, notices, downloads: what downloads and streams share.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:

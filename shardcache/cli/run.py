@@ -79,10 +79,10 @@ def run_command(
     variables = _variables(invocation, options)
     config, sources = load(environ={**os.environ, **variables})
     # The program may change its working directory.
-    if sources["dir"] != "default":
-        variables["SHARDCACHE_DIR"] = os.fspath(config.dir)
-    if config.tiers:
-        variables["SHARDCACHE_TIERS"] = json.dumps(config.job_settings()["tiers"])
+    tiers = json.dumps(config.job_settings()["tiers"])
+    for name, value in ("dir", os.fspath(config.dir)), ("tiers", tiers):
+        if sources[name].startswith("environment"):
+            variables[f"SHARDCACHE_{name.upper()}"] = value
     if show:
         for name, value in variables.items():
             invocation.console.data(f"export {name}={shlex.quote(value)}")
@@ -147,6 +147,8 @@ def run_command(
 
 def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:
     files = [invocation.config] if invocation.config else usual_files(os.environ)
+    if not invocation.config and all(map(os.path.isabs, files)):
+        files = []  # other nodes, on which the program may run, have their own
     config = os.pathsep.join(os.fspath(absolute(file)) for file in files)
     given = {"CONFIG": config, "DIR": invocation.dir, "ENDPOINT_URL": invocation.endpoint_url}
     variables = {f"SHARDCACHE_{name}": value for name, value in given.items() if value}

@@ -373,9 +373,8 @@ class _Iteration:
         """Record the positions after a request. Once all batches returned, the epoch is over."""
         sampler, self._taken = self._sampler, taken
         self._returned += 1
-        returned = self._begun + max(0, self._returned) * sampler.share
-        sampler._taken = self._number, returned
-        if not sampler._batches(returned):  # Trainer does not request another one
+        sampler._taken = self._number, self._begun + max(0, self._returned) * sampler.share
+        if not sampler._batches(sampler._taken[1]):  # Trainer does not request another one
             sampler._start = self._number + 1, 0
 
     def state_dict(self) -> dict[str, int | str]:

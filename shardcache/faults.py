@@ -110,7 +110,7 @@ class PausedError(OSError):
     """The disk has failed, and is not used until a pause of a minute is over."""
 
 
-class DiskHealth:
+class Disk:
     """Counts the faults of a disk in one process: those of ``reading`` and those of ``writing``."""
 
     def __init__(self, config: Config, warn: Callable[..., None]) -> None:

@@ -26,14 +26,7 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.download.download import PASSING, Download, Downloads, State
 from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError, ShardCacheError
-from shardcache.faults import (
-    DiskHealth,
-    PausedError,
-    fault_kind,
-    ignoring,
-    is_local_error,
-    system_error,
-)
+from shardcache.faults import Disk, PausedError, fault_kind, ignoring, is_local_error, system_error
 from shardcache.layout import Layout
 from shardcache.notices import Notices, is_logged, log_unusable
 from shardcache.ranks import RUN_VARIABLE, Ranks
@@ -112,7 +105,7 @@ class ProcessCache:
         self.notices = Notices(self._job, self._node_of_session)
         if is_logged(config.dir):
             self.notices.mute(errno.errorcode[errno.EROFS])
-        self.disk = DiskHealth(config, self.notices.warn)
+        self.disk = Disk(config, self.notices.warn)
         self.counters = Counters(lambda: self.last_tier.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(tier_config, *parts) for tier_config in config.by_tier()]

@@ -22,7 +22,7 @@ from typing import Any
 from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError, LockTimeoutError
-from shardcache.faults import DiskHealth, ignoring, is_disk_fault, system_error
+from shardcache.faults import Disk, ignoring, is_disk_fault, system_error
 from shardcache.files import is_directory, read_json
 from shardcache.layout import MANIFEST, Layout, read_manifest
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
@@ -229,9 +229,7 @@ class Directories:
         layout: the namespace that holds the locks.
     """
 
-    def __init__(
-        self, tiers: Sequence[Tier], ranks: Ranks, disk: DiskHealth, notices: Notices
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], ranks: Ranks, disk: Disk, notices: Notices) -> None:
         self.tiers, self.ranks, self.disk, self.notices = tiers, ranks, disk, notices
         stores = [tier.store for tier in tiers]
         self.open = stores[0].open if len(stores) == 1 else partial(open_first, stores)

@@ -1,4 +1,4 @@
-"""A user who follows the advice of an error, as it is printed, no longer gets the error."""
+"""The advice in an error works: a user who follows it literally no longer gets the error."""
 
 import re
 import shlex

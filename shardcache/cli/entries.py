@@ -325,7 +325,7 @@ def path_command(invocation: Invocation, specs: tuple[str, ...], fetch: bool) ->
         shards = [*map(cache.parse, expand(specs, cache))] if fetch else cache.select(specs)
         for shard in shards:
             try:
-                if fetch:
+                if fetch and cache.entry(shard) is None:  # also of a local file, which is refused
                     cache.fetch(shard)
             except ShardNotFoundError as exn:
                 console.error(reason(exn), exn)

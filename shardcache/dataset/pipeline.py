@@ -522,7 +522,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         loaded_epoch = self._loaded.get("epoch", -1) if self._load < 0 else -1
         event, begun = (kind, loaded_epoch, name), (-1, False)
         while (expected := self._log.add().after(*event).begun[name]) != begun:
-            epoch, is_continued = expected  # unless another worker begins meanwhile
+            epoch, is_continued = expected  # again, if another worker began in the meantime
             is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_continued
             state = self._loaded_by_worker(workers).get(worker) if is_continued else None
             run = _Run(epoch) if state is None else _Run.of(state)

@@ -24,13 +24,7 @@ from shardcache.clock import boot_id
 from shardcache.config import __version__
 from shardcache.download.download import PASSING, Download
 from shardcache.download.transfer import CopyError, Resources, Transfer
-from shardcache.errors import (
-    CacheFullError,
-    IntegrityError,
-    LockTimeoutError,
-    ShardCacheError,
-    TransferError,
-)
+from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError, TransferError
 from shardcache.faults import FULL, ignoring, is_disk_fault, is_local_error, system_error
 from shardcache.files import is_directory, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
@@ -455,9 +449,9 @@ class Worker:
                 with tier.space.reserved(shard, size, policy, exists=True):
                     return partial
             except BaseException as exn:
-                # If a faster tier is full, begin anew: another tier may have room.
+                # A faster tier is full, so start again: another tier may have room.
                 is_last = tier is self._directories.tiers[-1]
-                is_refused = isinstance(exn, CacheFullError) and not is_last
+                is_refused = getattr(exn, "errno", None) in FULL and not is_last
                 (partial.discard if is_refused or is_local_error(exn) else partial.close)()
                 if not is_refused:
                     raise

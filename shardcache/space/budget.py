@@ -317,9 +317,7 @@ class Space:
         stores, files, share = self.stores(), list[eviction.Links](), 0.0
         for n in range(_BINS):
             prefix = f"{n * _STRIDE % _BINS:02x}"
-            files += eviction.group_links(
-                entry for store in stores for entry in store.entries(prefix)
-            )
+            files += eviction.group_links(e for store in stores for e in store.entries(prefix))
             share = (n + 1) / _BINS
             if len(files) >= _COUNTED:
                 break

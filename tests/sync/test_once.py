@@ -111,7 +111,7 @@ def test_another_rank_takes_over_from_an_interrupted_one(tmp_path, monkeypatch, 
         raise kind
 
     where, real = {"dir": tmp_path, "job": "j", "timeout": PATIENCE / 3}, threads.start
-    early = kind is RuntimeError  # raised by a signal handler, once the heartbeats have begun
+    early = kind is RuntimeError  # raised by a signal handler after the first heartbeat
     if early:
         monkeypatch.setattr(threads, "start", lambda *args: (real(*args), interrupted()))
     with pytest.raises(kind):

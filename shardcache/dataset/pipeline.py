@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cache as cached
 from functools import partial
 from io import UnsupportedOperation
-from itertools import chain, islice, repeat, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from secrets import token_hex
 from types import FunctionType
@@ -66,8 +66,7 @@ _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a 
 _COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
-_CHECK = getattr(webdataset.compat, "check_empty", None)
-_BLIND = {*_SHUFFLES, filters.slice.f, _CHECK}
+_BLIND = {*_SHUFFLES, filters.slice.f, getattr(webdataset.compat, "check_empty", None)}
 _READERS = [wds.tar_files, wds.group_files]  # of opened archives
 _RERAISE = None, wds.reraise, filters.reraise_exception
 #: Stages without a buffer of samples, once `_batched` has replaced ``batched``.
@@ -97,8 +96,7 @@ def attach_resumable(dataset: _Pipeline, cache: Cache) -> _Pipeline:
 
 @cached
 def _resumable(base: type) -> type:
-    bases = (Resumable,) if issubclass(Resumable, base) else (base, Resumable)
-    return type(f"Resumable{base.__name__}", bases, {"_base": base})
+    return type(f"Resumable{base.__name__}", (Resumable, base), {"_base": base})
 
 
 def _restored(base: type, has_length: bool) -> Any:
@@ -157,29 +155,6 @@ def _refuse(stage: Any) -> None:
             f"{_shown(stage)} cannot resume: it draws without a seed, or may have a state of its "
             "own. Use WebDataset's shuffle or detshuffle, resampled=True, and functions."
         )
-
-
-def _shuffled(
-    data: Iterator[Any], rng: random.Random, bufsize: int, initial: int = 100, handler: Any = None
-) -> Iterator[Any]:
-    """Yield the order of WebDataset's ``shuffle``, in half the time: a resume draws all of it."""
-    buffer, end, draw = list[Any](), object(), rng.getrandbits
-    append, pop, initial = buffer.append, buffer.pop, min(initial, bufsize)
-    for item in chain(data, repeat(end)):
-        if item is not end:
-            append(item)
-            if len(buffer) < bufsize and (item := next(data, end)) is not end:
-                append(item)
-        if (size := len(buffer)) >= initial or item is end:
-            if not size:
-                return
-            bits = size.bit_length()
-            while (number := draw(bits)) >= size:
-                pass
-            last = pop()
-            if number < size - 1:
-                last, buffer[number] = buffer[number], last
-            yield last
 
 
 @dataclass
@@ -393,7 +368,11 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "this is the state of the next epoch: only the workers of a DataLoader know the "
                 "position in this one. Iterate over dataset.track(loader)."
             )
-        self._warn_if_extended()
+        if self._is_extended and not self._turns and wds.is_new("extended", self._cache):
+            logger.warning(
+                "`.map` or another method has made a copy of this pipeline with more stages, and "
+                "this is not the state of the copy. Save and load that of the copy."
+            )
         return self._state(run or _Run(epochs.epoch))
 
     def _is_waiting(self, epochs: _Epochs) -> bool:
@@ -416,7 +395,6 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         workers: list[Any] = _workers_of(state) if is_ours else [None]
         if not all(isinstance(worker, Mapping) for worker in workers):
             raise ConfigError("this is not the state of a pipeline. Pass one of state_dict().")
-        self._warn_if_extended()
         epoch = checked_int("state['epoch']", state.get("epoch"), 0)
         for worker in workers:
             self._refuse_other(worker, "version", "shards", "stages", "rank", "world_size")
@@ -425,13 +403,6 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         self._loaded = {**state, "epoch": epoch}
         self._load = -1 if get_worker_info() else self._log.add("load", epoch).loads
         self._run = self._tracked = None  # last: a signal handler may save a state at any moment
-
-    def _warn_if_extended(self) -> None:
-        if self._is_extended and not self._turns and wds.is_new("extended", self._cache):
-            logger.warning(
-                "`.map` or another method has made a copy of this pipeline with more stages, and "
-                "this is not the state of the copy. Save and load that of the copy."
-            )
 
     def _loaded_by_worker(self, workers: int) -> dict[int, Any]:
         """Return the loaded state of each worker; ConfigError if their number was another one."""
@@ -583,7 +554,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             if (given := options.pop("seed", None)) is not None:
                 seed = given + stage.epoch + 1 + turn if kind is filters.detshuffle else given
             rng = random.Random(seed)  # noqa: S311 - no secret
-            return FilterFunction(_shuffled, **{**options, "rng": rng})
+            return FilterFunction(filters.shuffle.f, **{**options, "rng": rng})
         if kind is shardlists.ResampledShards:
             stage = copy.copy(stage)
             if not stage.deterministic:
@@ -591,8 +562,6 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             stage.epoch += turn
         elif kind is filters.batched.f:
             return FilterFunction(_batched, *stage.args, **stage.kw)
-        elif kind is _CHECK:
-            return lambda data: chain(stage(islice(data := iter(data), 1)), data)  # quicker
         return stage
 
     def _stage_positions(self) -> tuple[int, int, bool]:

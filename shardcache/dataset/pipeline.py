@@ -84,8 +84,6 @@ def attach_resumable(dataset: _Pipeline, cache: Cache) -> _Pipeline:
 
     Raises the errors of `wds.attach`; ConfigError if a stage does not give the same samples again.
     """
-    if not isinstance(dataset, webdataset.DataPipeline):
-        _refuse(dataset)
     pipeline: Any = wds.attach(dataset, cache, is_reseeded=True)
     base: Any = type(pipeline)
     if not isinstance(pipeline, Resumable):
@@ -191,19 +189,6 @@ class _Run:
             number("entered", places), counts, number("check"), ended,
         )  # fmt: skip
 
-    def begin_again(self) -> None:
-        """Return to the start of the pass, whose outputs will be made again."""
-        self.given, self.entered, self.ended = self.before, 0, self.ended and "shards"
-
-    def list_again(self) -> tuple[list[str], int]:
-        """Return the counts of the shards and their checksum, and forget them."""
-        counts, check, self.counts, self.check = self.counts.split(), self.check, "", 0
-        return counts, check
-
-    def enter(self, url: str, count: str) -> None:
-        self.counts += f" {count}"
-        self.check = crc32(os.fsencode(url), self.check)
-
 
 class _Epochs(NamedTuple):
     """The epochs of a pipeline: the result of the events in a log."""
@@ -211,8 +196,8 @@ class _Epochs(NamedTuple):
     epoch: int = 0  #: of the next iteration
     loads: int = 0  #: states that were loaded
     loaded: int = -1  #: the epoch of the last one, until an iteration continues it
-    is_read: bool = False  #: whether the workers of a loader are reading
-    is_of_workers: bool = False  #: whether they, and not this process, began the last iteration
+    #: The last iteration: "begin" in this process, "work" in workers of a loader, "end" there.
+    phase: str = ""
     #: The names of iterations -> their epochs, and whether they continue the loaded state.
     begun: dict[str, tuple[int, bool]] = {}
 
@@ -220,7 +205,7 @@ class _Epochs(NamedTuple):
         """Return the epochs after one more event.
 
         Args:
-            kind: "set" or "load", with an epoch; "begin", or "work" in a worker; and "end".
+            kind: "set" or "load", with an epoch; "begin", or "work" and "end" in a worker.
             epoch: of an iteration, only if it continues a state that only this worker has loaded.
             name: of an iteration, the same in all workers that share it.
         """
@@ -229,15 +214,14 @@ class _Epochs(NamedTuple):
         if kind == "load":
             return self._replace(epoch=epoch, loads=self.loads + 1, loaded=epoch)
         if kind == "end":
-            return self._replace(is_read=False)
+            return self._replace(phase=kind)
         if name in self.begun:  # by another worker
             return self
         is_continued = epoch >= 0 or self.loaded == self.epoch
         epoch = epoch if epoch >= 0 else self.epoch
         begun = dict([*self.begun.items(), (name, (epoch, is_continued))][-_REMEMBERED:])
         loaded = -1 if is_continued else self.loaded
-        is_work = kind == "work"
-        return _Epochs(epoch + 1, self.loads, loaded, is_work, is_work, begun)
+        return _Epochs(epoch + 1, self.loads, loaded, kind, begun)
 
 
 class _EpochLog:
@@ -361,9 +345,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             return {"epoch": tracked["epoch"], "workers": [*tracked["workers"]]}
         if self._is_waiting(epochs):
             return dict(self._loaded)
-        is_elsewhere = epochs.is_of_workers and get_worker_info() is None
+        is_elsewhere = epochs.phase in ("work", "end") and get_worker_info() is None
         run = None if is_elsewhere else self._run
-        if run is None and epochs.is_read and wds.is_new("untracked", self._cache):
+        if run is None and epochs.phase == "work" and wds.is_new("untracked", self._cache):
             logger.warning(
                 "this is the state of the next epoch: only the workers of a DataLoader know the "
                 "position in this one. Iterate over dataset.track(loader)."
@@ -509,7 +493,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         # A pass that continues may have no output left.
         given, is_empty = run.given, not run.given
         if not is_direct:
-            run.begin_again()
+            # To the start of the pass, whose outputs are made again.
+            run.given, run.entered, run.ended = run.before, 0, run.ended and "shards"
         while run.passes < self.repetitions and run.given < most:
             for output in self._pass(run, opener, read):
                 is_empty = False
@@ -522,7 +507,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                     break
             passes = self.repetitions if is_empty else run.passes + 1
             run, is_empty = _Run(run.epoch, run.given, run.given, passes), True
-        self._log.add("end")
+        if get_worker_info():
+            self._log.add("end")
         self._run = run
 
     def _pass(self, run: _Run, opener: int, read: int) -> Any:
@@ -662,7 +648,8 @@ class _Shards:
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
         items, run = iter(data), self._run
-        counts, check = run.list_again()
+        counts, check = run.counts.split(), run.check
+        run.counts, run.check = "", 0  # `_enter` notes the shards again
         pairs = zip(counts, items, strict=False)
         urls = ((c, item, item["url"] if isinstance(item, dict) else item) for c, item in pairs)
         known = [(count, item, self._enter(url, count)) for count, item, url in urls]
@@ -713,7 +700,8 @@ class _Shards:
         self._urls.append(url)
         self._counts.append(places)
         self._left.append(places)
-        self._run.enter(shown or shown_url(url), count)
+        self._run.counts += f" {count}"
+        self._run.check = crc32(os.fsencode(shown or shown_url(url)), self._run.check)
         if opened is not None and places:
             self._keep(number, opened)
             self._warn_of_room(opened)

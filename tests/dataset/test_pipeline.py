@@ -440,7 +440,7 @@ def test_another_order_of_shards_is_refused(make_cache, stages, select):
 )
 def test_a_stage_without_a_seed_is_refused(make, make_cache, stage, name):
     parts = wds.SimpleShardList(URLS), wds.tarfile_to_samples(), stage
-    pipeline = stage if isinstance(stage, wds.RandomMix) else wds.DataPipeline(*parts)
+    pipeline = wds.DataPipeline(*parts)
     # Also if it is added to a pipeline that is attached.
     for call in (lambda: make_cache().attach(pipeline, resume=True), lambda: make(stage)):
         with pytest.raises(ConfigError, match=f"{name} cannot resume: it draws without a seed"):

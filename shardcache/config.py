@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import grp
 import itertools
+import json
 import logging
 import os
 import re
@@ -181,16 +182,19 @@ def _function(value: object) -> object:
     return value
 
 
+def _from_json(value: object) -> object:
+    """Return what text means in JSON, and any other value itself."""
+    with contextlib.suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
 def _items(value: object) -> list[Any]:
     """Return the items of a list or a set, or of text: separated by commas, or JSON."""
-    if isinstance(value, str):
-        if value.lstrip()[:1] not in ("[", "{"):
-            return [] if value.strip().lower() == NONE else value.split(",")
-        import json  # here, because few users write a table into a variable
-
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-        value = [value] if isinstance(value, dict) else value
+    if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{"):
+        return [] if value.strip().lower() == NONE else value.split(",")
+    value = _from_json(value)
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list | tuple | set | frozenset):
         raise ValueError("is not a list")
     return list(value)
@@ -233,11 +237,7 @@ def _store(value: object) -> str:
 
 
 def _storage_options(value: object) -> StorageOptions:
-    if isinstance(value, str):
-        import json  # here, because few users set the variable
-
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
+    value = _from_json(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         if not isinstance(value.get("client_kwargs") or {}, Mapping):
             raise ValueError("has client_kwargs that are not a table")

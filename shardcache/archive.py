@@ -64,7 +64,7 @@ _match = re.compile(
 #: Matches a record of an extended header that has the name, or a value that WebDataset ignores.
 _record = re.compile(rb"([1-9][0-9]{0,5}) (path|[acm]time|[ug]id|[ug]name)=([^\n]+)\n").match
 
-_REGULAR = (b"0", b"\0", b"7")
+_REGULAR = (b"0", b"7")
 _WITHOUT_DATA = (b"5", b"2", b"1", b"3", b"4", b"6")
 _EXTENDED = (b"x", b"L")
 #: The first bytes of an extended header that Python's tarfile writes, and of GNU's long names.
@@ -277,8 +277,6 @@ def _parsed(header: bytes) -> _Fields | None:
     total = adler32(header) & 0xFFFF if header.isascii() else 1 + sum(header)
     if total != _total(checksum):
         return None
-    if kind == b"\0" and name.endswith(b"/"):
-        kind = b"5"  # old archives mark directories in this way
     if prefix and kind not in _EXTENDED:
         name = prefix + b"/" + name
     return name.decode("utf-8", "surrogateescape"), int(size, 8), kind

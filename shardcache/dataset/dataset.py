@@ -10,7 +10,6 @@ import math
 import operator
 import os
 import re
-import resource
 import shlex
 import zlib
 from bisect import bisect_right
@@ -25,7 +24,13 @@ from numpy.typing import NDArray
 
 from shardcache import clock
 from shardcache.cache import Cache, default_cache
-from shardcache.dataset.index import OpenShard, count_samples, read_index_file, refuse_compressed
+from shardcache.dataset.index import (
+    OpenShard,
+    count_samples,
+    most_open,
+    read_index_file,
+    refuse_compressed,
+)
 from shardcache.dataset.order import chained, hashes
 from shardcache.errors import (
     AccessDeniedError,
@@ -46,8 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Shards that a process keeps open, but never more than a quarter of the files that it may open.
-_OPEN = 1024
 #: Seconds without a read after which a shard is closed as soon as another one is opened, so that
 #: it may be evicted. A worker that needs a shard less often can open it again, which takes 50 us.
 _IDLE = 0.5
@@ -164,8 +167,7 @@ class TarDataset:
         self._open = _OpenShards()
         # When an origin refused a shard, so that not each of its samples costs another request.
         self._refused = dict[int, tuple[float, ShardCacheError]]()
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = _OPEN if files < 0 else max(1, min(_OPEN, files // 4))
+        self._most = most_open()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_refused": {}}

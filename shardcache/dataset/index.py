@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import resource
 import sys
 import tarfile
 import threading
@@ -268,6 +269,12 @@ class OpenShard:
             store.layout.write(Path(self._directory, INDEX), record + self._checksum(record))
         except (system_error(), ConfigError) as exn:  # the disk is full, read-only or unmounted
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
+
+
+def most_open() -> int:
+    """Return how many shards to keep open: a quarter of the files that a process may open."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1024 if files < 0 else max(1, min(1024, files // 4))
 
 
 def refuse_compressed(shard: ShardURL) -> None:

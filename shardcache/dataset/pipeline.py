@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,7 +41,7 @@ from webdataset.pipeline import add_length_method
 from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
 
 from shardcache import wds
-from shardcache.dataset.index import OpenShard
+from shardcache.dataset.index import OpenShard, most_open
 from shardcache.dataset.order import checked_int
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
@@ -63,7 +62,6 @@ _EVENT = 128  # bytes, which lie in one page of memory, so that no reader sees a
 _MFD_CLOEXEC = 1  # of memfd_create(2)
 _BITS = 32  # of the number of a sample in a place
 _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a state
-_COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
 _BLIND = {*_SHUFFLES, filters.slice.f, getattr(webdataset.compat, "check_empty", None)}
@@ -631,9 +629,7 @@ class _Shards:
         self._urls, self._counts, self._left = list[str](), list[int](), list[int]()
         self._opened = dict[int, OpenShard]()
         self._failed = dict[int, ShardCacheError]()  # why a shard could not be opened again
-        self._bytes = 0  # read, but not counted yet
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = 1024 if files < 0 else max(1, files // 4)
+        self._most = most_open()
 
     def _handle(self, exn: Exception, what: str = "samples") -> bool:
         if self._handler(exn):
@@ -711,6 +707,8 @@ class _Shards:
         if len(self._opened) >= self._most:
             del self._opened[next(iter(self._opened))]  # few of its samples are left
         self._opened[number] = opened
+        if opened.is_cached:  # otherwise, its stream counts
+            self._cache.process.counters.read(opened.size)  # assume that all samples are read
 
     def _warn_of_room(self, opened: OpenShard) -> None:
         if self._buffered and opened.is_cached:
@@ -761,7 +759,6 @@ class _Shards:
             yield sample
             if run.ended == "samples":
                 return
-        self._count()
 
     def _want(self) -> None:
         """Begin to download all shards that have unread samples."""
@@ -787,13 +784,4 @@ class _Shards:
             self._keep(number, opened)
         if not self._left[number]:
             del self._opened[number]
-        sample = {**opened.sample(index, self._handle), "__url__": self._urls[number]}
-        if opened.is_cached:  # otherwise, its stream counts
-            self._bytes += opened.offsets[index + 1] - opened.offsets[index]
-        if self._bytes >= _COUNTED:
-            self._count()
-        return sample
-
-    def _count(self) -> None:
-        self._cache.process.counters.read(self._bytes)
-        self._bytes = 0
+        return {**opened.sample(index, self._handle), "__url__": self._urls[number]}

@@ -167,7 +167,7 @@ class TarDataset:
         self._open = _OpenShards()
         # When an origin refused a shard, so that not each of its samples costs another request.
         self._refused = dict[int, tuple[float, ShardCacheError]]()
-        self._most = most_open()
+        self._most = min(most_open(), 1024)  # an open shard cannot be evicted
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_refused": {}}

@@ -274,7 +274,7 @@ class OpenShard:
 def most_open() -> int:
     """Return how many shards to keep open: a quarter of the files that a process may open."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1024 if files < 0 else max(1, min(1024, files // 4))
+    return 1024 if files < 0 else max(1, files // 4)
 
 
 def refuse_compressed(shard: ShardURL) -> None:

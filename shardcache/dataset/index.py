@@ -236,7 +236,7 @@ class OpenShard:
             ) from exn
         self.offsets = offsets
         self.warn()
-        if self.is_cached and self._is_local:
+        if self.is_cached and not self.is_lost:
             self._store(json.dumps(self.problems).encode() + b"\0" + offsets.tobytes())
 
     def warn(self) -> None:

@@ -1,14 +1,7 @@
 """Open a shard, and the stream that users read: its bytes from the cache or from the origin.
 
-    look for the entry ----- the disk cannot be read ---------> OriginReader
-      | miss           `---- hit ----> Opened, the entry's file     ^  ^
-      v                                 ^       |                   |  |
-    DownloadReader: the partial up to   |       '--- its disk fails-'  |
-    its watermark ---- the end ---------'                              |
-          '---- the cache fails ---------------------------------------'
-
-The watermark is the end of the bytes of a partial that may be read. When a reader fails, another
-one continues at the same byte:
+A hit is read from its entry. A miss is read from the partial of its download, up to the watermark,
+and then from the entry. When a reader fails, another one continues at the same byte:
 
     failed     replacement
     entry      the entry, reopened once if its handle is stale; otherwise an upstream or the origin

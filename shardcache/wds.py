@@ -42,8 +42,6 @@ __all__ = ["attach", "register", "tar_files", "tar_samples", "url_opener"]
 logger = logging.getLogger(__name__)
 
 _Pipeline = TypeVar("_Pipeline")
-#: The arguments of WebDataset's ``tar_file_expander``.
-_EXPANDER_OPTIONS = ("handler", "select_files", "rename_files")
 _Gopen = Callable[..., Any]
 #: Generators of WebDataset that yield the URLs of a list.
 _LISTS = "SimpleShardList.__iter__", "ResampledShards.__iter__", "MultiShardSample.__iter__"
@@ -347,7 +345,8 @@ def _replaced(stage: Any, cache: Cache, fast_tar: bool) -> list[Any]:
     if getattr(stage, "validator", None) not in (None, getattr(caches, "check_tar_format", None)):
         logger.warning("the validator of FileCache is not called: pass it as the option validate")
     if is_combined:
-        kept = {name: options[name] for name in _EXPANDER_OPTIONS if name in options}
+        names = "handler", "select_files", "rename_files"
+        kept = {name: options[name] for name in names if name in options}
         stages += [
             filters.FilterFunction(expander, *args, **kept),
             filters.FilterFunction(group, handler=handler or reraise),
@@ -368,18 +367,7 @@ def _opens(stage: Any) -> tuple[bool, bool]:
 
 
 def _warn_of_order(stages: list[Any], cache: Cache) -> None:
-    """Log, once per job, that a pipeline has the same order of shards in every epoch."""
-    if _repeats_order(stages) and is_new("order", cache):
-        logger.warning(
-            "every epoch will have the same order of shards, because this pipeline shuffles them "
-            "with a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a "
-            "new order in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), "
-            "wds.split_by_node, wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
-        )
-
-
-def _repeats_order(stages: list[Any]) -> bool:
-    """Return whether the shards are sure to have the same shuffled order in every epoch."""
+    """Log, once per job, that the shards are sure to have one shuffled order in all epochs."""
     from webdataset import filters, shardlists
 
     splits = shardlists.split_by_node, shardlists.split_by_worker, shardlists.single_node_only
@@ -387,15 +375,21 @@ def _repeats_order(stages: list[Any]) -> bool:
     for stage in stages:
         function, args, options = _call_of(stage)
         if _opens(stage)[0]:
-            return seeded
+            break
         if type(stage) is shardlists.SimpleShardList:
             seeded = stage.seed is not None
         elif function is filters.shuffle.f and options.get("seed") is not None:
             size = args[0] if args else options.get("bufsize", 1000)
             seeded = seeded or size > 1  # WebDataset(shardshuffle=False) has a shuffle of size 0
         elif function not in splits:
-            return False  # an unknown stage may change the order
-    return False
+            return  # an unknown stage may change the order
+    if seeded and is_new("order", cache):
+        logger.warning(
+            "every epoch will have the same order of shards, because this pipeline shuffles them "
+            "with a fixed seed. WebDataset(shardshuffle=...) does so since version 0.2.109. For a "
+            "new order in every epoch, write wds.DataPipeline(wds.SimpleShardList(urls), "
+            "wds.split_by_node, wds.split_by_worker, wds.shuffle(100), wds.tarfile_to_samples())."
+        )
 
 
 def _warn_of_mounts(urls: list[str], cache: Cache) -> None:
@@ -535,13 +529,17 @@ def _cached(
         try:
             if mode == "rb":
                 cache, rewritten = cache_of(), rewrite(url)
-                if is_tried := _is_shard(rewritten, cache, is_archive):
+                shard = cache.parse(rewritten)
+                is_in_place = cache.process.is_in_place(shard)
+                is_other = _is_forbidden(rewritten, shard) or _has_function(rewritten)
+                is_named = is_archive or SHARD.search(shard.basename) is not None
+                if is_tried := is_named and not (is_in_place or is_other):
                     _warn_of_ranks(cache)
                     _warn_of_order(_stages_of_caller(), cache)
                     if function == "download" and is_new("cache_dir", cache):
                         logger.warning(_TWICE)
                     return cache.open(rewritten)
-                if is_archive and cache.process.is_in_place(cache.parse(rewritten)):
+                if is_archive and is_in_place:
                     _note(url, "it is a local file, which is read in place. Set cache_local.")
         except Exception as exn:
             scheme = find_scheme(url.partition(":")[0])
@@ -587,14 +585,6 @@ def _stages_of_caller() -> list[Any]:
     while frame is not None and frame.f_globals.get("__name__") != "webdataset.pipeline":
         frame = frame.f_back
     return getattr(frame and frame.f_locals.get("self"), "pipeline", [])
-
-
-def _is_shard(url: str, cache: Cache, is_archive: bool) -> bool:
-    """Return whether to read a URL through the cache; raise ConfigError if the cache cannot."""
-    shard = cache.parse(url)
-    is_archive = is_archive or SHARD.search(shard.basename) is not None
-    is_other = _is_forbidden(url, shard) or _has_function(url)
-    return is_archive and not (is_other or cache.process.is_in_place(shard))
 
 
 def _leave(url: str, reason: str, cache: Cache) -> None:

@@ -252,6 +252,8 @@ def _register_hooks(again: bool) -> None:
     # A child that is forked during the import of the codec of host names would not know it.
     codecs.lookup("idna")
     os.register_at_fork(before=_before_fork, after_in_parent=_release, after_in_child=_reset)
+    # Once more, as a signal handler may raise in a hook, which Python ignores.
+    os.register_at_fork(after_in_parent=_release)
 
 
 def _before_fork() -> None:
@@ -293,13 +295,6 @@ os.register_at_fork(after_in_child=_forget_imports)  # before the hooks of modul
 
 
 def _release() -> None:
-    try:
-        _release_all()
-    finally:
-        _release_all()  # a signal handler may have raised, which Python ignores in a hook
-
-
-def _release_all() -> None:
     # The hooks may be registered twice, or a signal handler interrupted `_before_fork`.
     with _gate:
         others = {*_locks} - {_own.lock}

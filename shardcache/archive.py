@@ -70,9 +70,8 @@ _EXTENDED = (b"x", b"L")
 #: The first bytes of an extended header that Python's tarfile writes, and of GNU's long names.
 _EXTENDED_NAME = b"././@"
 
-#: Matches a name, or the first component of a name, that WebDataset reserves for metadata.
-_is_meta = re.compile(r"(?=__)[^/]*__\Z|__[^/]*__($|/)").match
-
+#: Matches the name of a member that is WebDataset's metadata, which is no part of a sample.
+is_meta = re.compile(r"(?=__)[^/]*__\Z|__[^/]*__($|/)").match
 _split = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$").match
 #: Matches a value of a global header by which tarfile reads later members differently.
 _redefines = re.compile(r"(?:path|size|hdrcharset)$|GNU\.sparse\.").match
@@ -83,11 +82,6 @@ REPEATED = "the key {} occurs again after other keys, which makes two samples, a
 
 #: The name, size and type in a plain header.
 _Fields = tuple[str, int, bytes]
-
-
-def is_meta(name: str) -> bool:
-    """Return whether a member is WebDataset's metadata, which is no part of a sample."""
-    return _is_meta(name) is not None
 
 
 def key_and_field(name: str) -> Any:

@@ -65,8 +65,6 @@ _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a 
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
 _BLIND = {*_SHUFFLES, filters.slice.f, getattr(webdataset.compat, "check_empty", None)}
-_READERS = [wds.tar_files, wds.group_files]  # of opened archives
-_RERAISE = None, wds.reraise, filters.reraise_exception
 #: Stages without a buffer of samples, once `_batched` has replaced ``batched``.
 _DIRECT_NAMES = (
     "associate batched decode extract_keys info log_keys map map_dict map_tuple rename rename_keys "
@@ -132,7 +130,8 @@ def _shown(value: Any) -> str:
 def _options_of(stage: Any) -> dict[str, Any]:
     """Return the options of a stage that reads shards, and the default ones."""
     _, args, options = wds._call_of(stage)
-    raises = {"handler": wds.reraise} if options.get("handler") in _RERAISE else {}
+    reraise = None, wds.reraise, filters.reraise_exception
+    raises = {"handler": wds.reraise} if options.get("handler") in reraise else {}
     return {"args": args, "select_files": None, "rename_files": None, **options, **raises}
 
 
@@ -559,7 +558,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         read = opener = kinds.index(wds.url_opener)
         options, *others = map(_options_of, self.pipeline[opener : opener + 3])
         self._cache = options.pop("cache")  # of the last `attach`
-        is_plain = others == [options] * 2 and kinds[opener + 1 :][:2] == _READERS
+        readers = [wds.tar_files, wds.group_files]
+        is_plain = others == [options] * 2 and kinds[opener + 1 :][:2] == readers
         read += 3 if is_plain else 1
         while is_plain and read < len(kinds) and kinds[read] in _BLIND:
             read += 1

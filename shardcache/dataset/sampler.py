@@ -348,7 +348,10 @@ class _Iteration:
         sampler, start = self._sampler, self._taken
         if self._epoch is None:  # in the process that iterates
             self._epoch, self._pid = Epoch(sampler.order, self._number), 0
-            loader = _iterating_loader()
+            frame: Any = sys._getframe(1)  # torch's iterator over the loader calls this
+            while frame is not None and frame.f_code.co_name != "_next_index":
+                frame = frame.f_back
+            loader = frame and frame.f_locals.get("self")
             ahead = getattr(loader, "_num_workers", 0) * getattr(loader, "_prefetch_factor", 0)
             self._begun, self._returned = start, -ahead
             sampler._is_in_order = getattr(loader, "_in_order", True)
@@ -383,11 +386,3 @@ class _Iteration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._number, self._taken = self._sampler._restore(state)
         self._epoch = None
-
-
-def _iterating_loader() -> Any:
-    """Return torch's iterator that requests the batches, or None if there is none."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "_next_index":
-        frame = frame.f_back
-    return frame and frame.f_locals.get("self")

@@ -370,7 +370,10 @@ class TarDataset:
         """
         opened = self._open.pop(position, None)
         if opened is None or opened.is_lost:
-            self._forget_idle()
+            idle = clock.monotonic() - _IDLE
+            with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # in another thread
+                while len(self._open) >= self._most or next(iter(self._open.values())).used < idle:
+                    self._open.popitem(last=False)
             self.cache.process.stop_keeping_used()
             when, refused = self._refused.get(position, (-math.inf, None))
             if refused is not None and clock.monotonic() - when < _REPEATED:
@@ -391,13 +394,6 @@ class TarDataset:
                 )
         self._open[position] = opened
         return opened
-
-    def _forget_idle(self) -> None:
-        """Forget shards that were idle, and the one that was idle longest if there are too many."""
-        idle = clock.monotonic() - _IDLE
-        with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread's change
-            while len(self._open) >= self._most or next(iter(self._open.values())).used < idle:
-                self._open.popitem(last=False)
 
 
 def refuse_batches(indices: Sequence[Any]) -> None:

@@ -596,7 +596,7 @@ def test_a_seed_that_a_shuffle_states_is_obeyed(make, make_cache):
 def test_options_of_the_readers_are_obeyed(make_cache, origin):
     origin.objects |= {URLS[0]: tar_of([("a.TXT", b"1"), ("z.txt", b"")])}
     origin.objects |= {URLS[1]: tar_of([("z.cls", b"2"), ("z.cls", b"3"), ("y.txt", b"")])}
-    skip = {"handler": wds.ignore_and_continue}
+    skip, stop = {"handler": wds.ignore_and_continue}, {"handler": wds.ignore_and_stop}
     opener, expander, group = (
         wds.filters.pipelinefilter(getattr(tariterators, name))
         for name in ("url_opener", "tar_file_expander", "group_by_keys")
@@ -605,12 +605,13 @@ def test_options_of_the_readers_are_obeyed(make_cache, origin):
         (opener(), expander(), group(lcase=False, **skip)),
         (opener(), expander(), group(**skip)),
         (opener(**skip), expander(**skip), group()),
+        (opener(**stop), expander(**stop), group(**stop)),
         (opener(), expander(select_files=lambda name: name != "z.cls"), group()),
         *([] if BEFORE_1_0 else [(opener(), expander(eof_value=None), group(**skip))]),
     ):
 
         def outcome(resume, readers=readers):
-            parts = wds.SimpleShardList(URLS[:2]), *readers
+            parts = wds.SimpleShardList(URLS[:3]), *readers
             dataset = make_cache().attach(wds.DataPipeline(*parts), resume=resume)
             try:
                 return seen(dataset)
@@ -667,6 +668,8 @@ def test_a_state_that_only_workers_know_is_said(of_files, caplog):
     next(batches)
     assert (saved(dataset)["epoch"], saved(dataset)["given"]) == (dataset.epoch, 0)
     assert "the workers of a DataLoader know the position" in caplog.text
+    flat(batches)
+    assert (saved(dataset)["epoch"], saved(dataset)["given"]) == (dataset.epoch, 0)
 
 
 def test_a_tracked_iteration_ends_when_a_state_is_loaded_or_an_epoch_set(of_files, caplog):

@@ -168,9 +168,7 @@ def import_command(invocation: Invocation, source: str, prefix: str, **options: 
         raise click.UsageError("PREFIX is the place of the files of DIR, such as s3://lab/train/.")
     if not source or not Path(source).is_dir():
         raise click.UsageError(f"{source or repr(source)} is not a directory.")
-    loaded = invocation.loaded_with_job_limits()
-    invocation.show_job_limits(loaded, [])
-    cache = invocation.cache(loaded)
+    cache = invocation.cache()
     files = filter(Path.is_file, sorted(Path(source).rglob("*")))
     paths = [path for path in files if SHARD.search(path.name)]
     roots = [tier.dir.resolve() for tier in cache.config.by_tier()]  # DIR may contain the cache

@@ -19,7 +19,7 @@ import click
 
 import shardcache
 from shardcache.cli.main import ExitCode, Invocation, command, store_options
-from shardcache.config import load, usual_files
+from shardcache.config import Config, usual_files
 from shardcache.errors import ConfigError
 from shardcache.layout import Layout
 from shardcache.notices import log_read_only, log_unusable
@@ -76,13 +76,7 @@ def run_command(
             "--env would print the storage options of the configuration. Set AWS_PROFILE or "
             "AWS_DEFAULT_REGION, or storage_options in a file."
         )
-    variables = _variables(invocation, options)
-    config, sources = load(environ={**os.environ, **variables})
-    # The program may change its working directory.
-    tiers = json.dumps(config.job_settings()["tiers"])
-    for name, value in ("dir", os.fspath(config.dir)), ("tiers", tiers):
-        if sources[name].startswith("environment"):
-            variables[f"SHARDCACHE_{name.upper()}"] = value
+    config, variables = _configure(invocation, options)
     if show:
         for name, value in variables.items():
             invocation.console.data(f"export {name}={shlex.quote(value)}")
@@ -145,25 +139,31 @@ def run_command(
     return code if code >= 0 else 128 - code
 
 
-def _variables(invocation: Invocation, options: tuple[str, ...]) -> dict[str, str]:
-    files = [invocation.config] if invocation.config else usual_files(os.environ)
-    if not invocation.config and all(map(os.path.isabs, files)):
-        files = []  # other nodes, on which the program may run, have their own
-    config = os.pathsep.join(os.fspath(absolute(file)) for file in files)
-    given = {"CONFIG": config, "DIR": invocation.dir, "ENDPOINT_URL": invocation.endpoint_url}
-    variables = {f"SHARDCACHE_{name}": value for name, value in given.items() if value}
-    if verbosity := invocation.console.verbosity:
-        variables["_SHARDCACHE_LOG"] = "INFO" if verbosity == 1 else "DEBUG"
-    if invocation.store_options:
-        merged = invocation.loaded().config.storage_options
-        variables["SHARDCACHE_STORAGE_OPTIONS"] = json.dumps(merged)
+def _configure(invocation: Invocation, options: tuple[str, ...]) -> tuple[Config, dict[str, str]]:
+    """Return the configuration of the program, and the variables that give it to the program."""
+    given = dict[str, str]()
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
             raise click.UsageError(f"{option!r} is not of the form NAME=VALUE.")
-        # Parse it here, so that an error names the option instead of a variable.
-        invocation.loaded({name.lower(): value})
-        variables[f"SHARDCACHE_{name.upper()}"] = value
+        given[name.lower()] = value
+    config, sources = invocation.loaded(given)
+    if invocation.endpoint_url:
+        given.setdefault("endpoint_url", invocation.endpoint_url)
+    if invocation.store_options:
+        given["storage_options"] = json.dumps(config.storage_options)
+    # The program may change its working directory.
+    tiers = json.dumps(config.job_settings()["tiers"])
+    for name, value in ("dir", os.fspath(config.dir)), ("tiers", tiers):
+        if sources[name].startswith(("argument", "environment")):
+            given[name] = value
+    files = [invocation.config] if invocation.config else usual_files(os.environ)
+    # Other nodes, on which the program may run, have their own.
+    if invocation.config or not all(map(os.path.isabs, files)):
+        given["config"] = os.pathsep.join(os.fspath(absolute(file)) for file in files)
+    variables = {f"SHARDCACHE_{name.upper()}": value for name, value in given.items()}
+    if verbosity := invocation.console.verbosity:
+        variables["_SHARDCACHE_LOG"] = "INFO" if verbosity == 1 else "DEBUG"
     folder, existing = Path(shardcache.__file__).parent / "autoload", os.environ.get("PYTHONPATH")
-    python_path = os.pathsep.join(filter(None, (str(folder), existing)))
-    return {**variables, "PYTHONPATH": python_path}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), existing)))
+    return config, variables

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shlex
 import socket
 import stat
 import sys
@@ -40,7 +39,7 @@ from shardcache.origins.s3 import S3Origin
 from shardcache.space.eviction import total_bytes
 from shardcache.space.memory import Volume, allocation, ram_disk
 from shardcache.store.entry import Store
-from shardcache.store.root import check_usable
+from shardcache.store.root import check_usable, not_writable, unusable
 from shardcache.units import counted, format_bytes, format_duration, format_rate
 from shardcache.urls import advise_scheme, redact
 
@@ -139,9 +138,7 @@ def _owner(tier: Config) -> Findings:
     check_usable(tier)
     path = existing(tier.dir)
     if not os.access(path, os.W_OK | os.X_OK):
-        is_frozen = os.statvfs(path).f_flag & os.ST_RDONLY
-        how = "mount -o remount,rw" if is_frozen else "chmod -R u+w"
-        fix = f"Make it writable ({how} {shlex.quote(str(path))}), or use another directory."
+        fix = unusable(tier.dir, not_writable(path)).message
         yield "fail", "its shards can be read, but none can be added", fix
     elif path != tier.dir:
         yield "ok", "writable, will be created", ""

@@ -74,17 +74,12 @@ _COMMANDS = {
 }  # fmt: skip
 
 
-#: Command, and a part of its usage error -> advice.
+#: Command, and a pattern of a part of its usage error -> advice.
+_STORE = "--(no-sign-request|region|profile|endpoint-url)"
 _ADVICE = {
     "doctor unexpected extra": "Pass --url URL.",
     "stats 'json'": "Pass --json.",
-    **dict.fromkeys(
-        (
-            f"shardcache --{name}"
-            for name in ("no-sign-request", "region", "profile", "endpoint-url")
-        ),
-        "Write it after the command, such as prewarm.",
-    ),
+    f"shardcache {_STORE}": "Write it after the command, such as prewarm.",
     **{name: f"It was removed. {advice}" for name, advice in REMOVED.items()},
 }
 
@@ -405,7 +400,7 @@ def _run(invocation: Invocation, arguments: Sequence[str] | None) -> int:
             hint = f"Try '{exn.ctx.command_path} --help'."
             for key, advice in _ADVICE.items():
                 command, _, part = key.partition(" ")
-                is_meant = re.search(rf"(?<![\w-]){re.escape(part)}(?![\w-])", text)
+                is_meant = re.search(rf"(?<![\w-]){part}(?![\w-])", text)
                 hint = advice if command == exn.ctx.info_name and is_meant else hint
             text += f" {hint}"
         console.error(text)

@@ -242,42 +242,34 @@ def confirm(cache: Cache, plan: PrewarmPlan, stop: threading.Event) -> Iterator[
 def _compare(
     process: ProcessCache, sources: Mapping[str, Path], shard: ShardURL
 ) -> frozenset[str] | Exception:
-    """Return the outdated versions of a shard, or why it or its file cannot be used."""
+    """Return the outdated versions of a shard, or why it or its file cannot be used.
+
+    If another rank or job has the current version, its versions do not count.
+    """
+    file, is_fixed = sources.get(shard.key), shard.scheme == "pipe" or shard.version_id
     try:
-        if (file := sources.get(shard.key)) is None:
-            return _outdated_versions(process, shard)
-        info = _latest(process, shard)
-        with open_file(file) as opened:
-            is_object = identify(opened.fileno(), info)
-            return frozenset() if is_object else refused_file(shard, file, info)
+        entries = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
+        if file is None and (is_fixed or not entries):  # cannot be outdated
+            return frozenset()
+        retries = process.resources.retry_limits.started(str(shard))
+        origin = process.origins.of(shard)
+        latest = retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
+        if file is not None:
+            with open_file(file) as opened:
+                is_object = identify(opened.fileno(), latest)
+                return frozenset() if is_object else refused_file(shard, file, latest)
+        try:
+            old = [entry for entry in entries if not same_version(entry.metadata().info, latest)]
+        except (ValueError, DamagedError, FileNotFoundError):
+            # Either the origin states nothing that identifies a version, so nothing can be
+            # compared, or the entry is damaged, which its next open will discover.
+            return frozenset()
     except (ShardCacheError, system_error()) as exn:
         return exn
-
-
-def _outdated_versions(process: ProcessCache, shard: ShardURL) -> frozenset[str]:
-    """Return the outdated versions of a cached shard.
-
-    If another rank or job has the current one, its versions do not count.
-    """
-    entries = [entry for store in process.stores() for entry in store.entries_of(shard.key)]
-    if not entries or shard.scheme == "pipe" or shard.version_id:  # cannot be outdated
-        return frozenset()
-    latest = _latest(process, shard)
-    try:
-        old = [entry for entry in entries if not same_version(entry.metadata().info, latest)]
-    except (ValueError, DamagedError, FileNotFoundError):
-        # Either the origin states nothing that identifies a version, so nothing can be compared, or
-        # the entry is damaged, which its next open will discover.
-        return frozenset()
     if len(old) < len(entries):
         own_namespaces = tuple(f"{tier.store.layout.base}/objects/" for tier in process.tiers)
         old = [entry for entry in old if entry.directory.startswith(own_namespaces)]
     return frozenset(entry.version for entry in old)
-
-
-def _latest(process: ProcessCache, shard: ShardURL) -> ObjectInfo:
-    origin, retries = process.origins.of(shard), process.resources.retry_limits.started(str(shard))
-    return retries.call(lambda: origin.stat(shard), sleep=clock.sleep)
 
 
 def same_version(then: ObjectInfo, now: ObjectInfo) -> bool:

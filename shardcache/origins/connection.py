@@ -530,9 +530,6 @@ class Transport:
                 self.take_back(connection, reusable=False)
         return None
 
-    def is_connected(self, url: str) -> bool:
-        return any(url.startswith(f"{connection.server}/") for connection in self._open.copy())
-
     def limit_open(self, most: int) -> int:
         """Close idle connections while more than ``most`` are open, now and whenever one gets idle.
 

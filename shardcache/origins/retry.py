@@ -7,9 +7,8 @@
     a RepeatError                    is sent at once, with a remedy   once for each remedy
 
 A TransientError is one of the first two rows: the second, if it is ``patient``. The remedies are:
-the region of the bucket, new credentials, the server's time, the first server instead of one it
-redirected to before, and a new connection. After a failure, each may help again. The ``deadline``
-limits all of it.
+the region of the bucket, new credentials, the server's time, and a new connection. After a failure,
+each may help again. The ``deadline`` limits all of it.
 
 A server that throttles limits the requests of this process:
 

@@ -94,6 +94,7 @@ _RENEWED_BEFORE = 15 * 60
 #: Seconds to wait before another attempt to renew credentials that are still valid.
 _RENEWAL_PAUSE = 10.0
 _ALGORITHM = "AWS4-HMAC-SHA256"
+_DIRECT = http.Route()  #: of a request that no server has redirected
 
 
 class _Bucket(NamedTuple):
@@ -162,7 +163,6 @@ class S3Origin(Origin):
         self._chain_failed = False
         self._credentials: Any = None  # botocore's object, once it has found them
         self._store: _Store | None = None  # None until `prepare`
-        self._moved: dict[str, str] = {}  # targets of the store's redirects, by shard and query
 
     def prepare(self) -> _Store:
         """Return the store. The first call determines its settings, or raises ConfigError."""
@@ -239,7 +239,7 @@ class S3Origin(Origin):
         The request is for the names of all buckets, which valid credentials may not list. Raises
         AccessDeniedError if the store refuses the credentials.
         """
-        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), {}, {}, http.Route())
+        *_, response = self._send("GET", ShardURL("", "s3", "s3://", "", ""), {}, {}, _DIRECT)
         code, reason, _ = _read_refusal(response)
         if code in _INVALID:
             name = self.prepare().name
@@ -305,12 +305,11 @@ class S3Origin(Origin):
         shard: ShardURL,
         headers: Mapping[str, str],
         query: Mapping[str, str] | None = None,
-        route: http.Route | None = None,
+        route: http.Route = _DIRECT,
     ) -> Response:
         """Send a request, follow redirects, and return a response of status 200 or 206.
 
-        Later requests go to the target of a redirect at once, for as long as there is a connection
-        to it. Raises a RepeatError with the remedy that a refusal suggests.
+        Raises a RepeatError with the remedy that a refusal suggests.
         """
         if query is None:
             # Not the version that an earlier response stated: that would need s3:GetObjectVersion.
@@ -322,17 +321,8 @@ class S3Origin(Origin):
         plain = {key: value for key, value in headers.items() if key not in _CHECKSUM}
         if name in store.without_checksums:
             headers = plain
-        resource = f"{shard} {query}"
-        if route is None:
-            target = self._moved.get(resource, "")
-            is_near = target and self.transport.is_connected(target)
-            route = http.Route(target if is_near else "")
         bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
-            if route.servers:
-                if len(self._moved) >= 1000:  # takes no more than half a megabyte
-                    self._moved.clear()
-                self._moved[resource] = route.target
             store.worked |= keys is not None
             return response
         code, reason, elsewhere = _read_refusal(response)
@@ -345,8 +335,6 @@ class S3Origin(Origin):
         is_signed = keys is not None
         if code != "PermanentRedirect" and (moved := route.redirected(response, shard, is_signed)):
             return self._request(method, shard, headers, query, moved)
-        if route.target and not route.servers:  # the object is no longer where it was
-            raise RepeatError("target", error, partial(self._moved.pop, resource, None))
         if code in _INVALID and is_signed:
             raise RepeatError("credentials", error, partial(self._renew, keys, shard))
         if code == _SKEWED:

@@ -196,7 +196,6 @@ def test_a_redirect_of_a_store_is_followed_with_a_new_signature(serve, node, cac
             assert_signed(head, f"{server.url}{head.split(' ')[1]}")
     parts = [head for head in node.heads if head.startswith("GET") and "Range: bytes=" in head]
     assert len(parts) == 7 and all('If-Match: "v1"' in head for head in parts[1:])
-    assert len(front.heads) == 2  # for the listing, and the first for the shard
 
 
 @pytest.mark.parametrize(
@@ -216,14 +215,10 @@ def test_a_target_with_a_signature_of_its_own_is_not_signed_again(serve, node, c
     assert "x-amz-" not in "".join(head.partition("\r\n")[2] for head in node.heads).lower()
 
 
-@pytest.mark.parametrize("is_dead", [True, False])
-def test_the_store_is_asked_again_after_a_bad_target(serve, node, cache_of, is_dead):
-    """Six targets are dead, or the store moved the object to a new node after the first part."""
-    gone = answer("404 Not Found", Connection=None)
-    old = serve(lambda h: gone if "=1048576" in h else node.answer(h), most=99)
-    targets = iter([*(["http://127.0.0.1:1"] * 6 if is_dead else [old.url]), node.url])
-    front = serve(lambda head: redirect("307", next(targets))(head), most=99)
-    assert cache_of(front, attempts=7 if is_dead else 1).open("s3://lab/d/a b.tar").read() == SHARD
+def test_the_store_is_asked_again_after_six_dead_targets(serve, node, cache_of):
+    dead = iter(["http://127.0.0.1:1"] * 6)
+    front = serve(lambda head: redirect("307", next(dead, node.url))(head), most=99)
+    assert cache_of(front, attempts=7).open("s3://lab/d/a b.tar").read() == SHARD
 
 
 def test_a_circle_of_redirects_ends(serve, cache_of):

@@ -150,22 +150,17 @@ def connect(host: str, port: int, timeout: float, failures: dict[_Address, float
             break
         family, sockaddr = address
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except system_error() as exn:
+            with contextlib.ExitStack() as stack:
+                sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                sock.settimeout(left if address == addresses[-1] else min(left, _ADDRESS_TIMEOUT))
+                if not (number := sock.connect_ex(sockaddr)):
+                    stack.pop_all()
+                    sock.setblocking(False)
+                    return sock
+        except system_error() as exn:  # no socket can be made
             if exn.errno in (errno.EMFILE, errno.ENFILE):  # not the address's fault
                 raise
-            failed[address] = exn
-            continue
-        try:
-            sock.settimeout(left if address == addresses[-1] else min(left, _ADDRESS_TIMEOUT))
-            number = sock.connect_ex(sockaddr)
-        except BaseException:
-            sock.close()
-            raise
-        if not number:
-            sock.setblocking(False)
-            return sock
-        sock.close()
+            number = exn.errno or 0
         if number == errno.EAGAIN:  # Python's code for a timeout
             number = errno.ETIMEDOUT
         failed[address] = OSError(number, os.strerror(number))
@@ -245,7 +240,8 @@ class _Connection:
             self.parser = HttpResponseParser(message)
             self.parser.set_dangerous_leniencies(**_LENIENT)
             self.parse(message, head)
-            message.head_ended(self.parser.get_status_code())
+            message.status = self.parser.get_status_code()
+            message.keeps_alive = "close" not in message.headers.get("connection", "").lower()
             if message.status >= 200:
                 return message
         raise failure(ConnectionError, "the server sends nothing but interim responses")
@@ -327,11 +323,6 @@ class _Message:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
-    def head_ended(self, status: int) -> None:
-        """Note the status, and whether the server keeps the connection open."""
-        self.status = status
-        self.keeps_alive = "close" not in self.headers.get("connection", "").lower()
-
     def on_body(self, data: bytes) -> None:
         self.unframed += data
 
@@ -342,7 +333,7 @@ class _Message:
 class Response:
     """A response whose body is being received; implements `base.Body`."""
 
-    info: ObjectInfo
+    info: ObjectInfo  # set by `http.checked`, as the next two
     start: int
     stop: int | None
     # `close` may run before `__init__` has received the head, or even started.
@@ -379,10 +370,6 @@ class Response:
         self._chunked = bool(coding)
         #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
-
-    def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
-        """Set the version of the object and the range of its bytes in the body."""
-        self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
         """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import re
 import select
@@ -449,7 +448,6 @@ class Transport:
         # Strong references to all open connections. Otherwise the garbage collector, when it
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
-        self._most = math.inf  # the last argument of `limit_open`
         self.used = 0.0  #: when the last request was sent, on the monotonic clock
         # Not at exit: threads may still read, and other files may get the sockets' descriptors.
         weakref.finalize(self, _close, self._open).atexit = False
@@ -518,11 +516,7 @@ class Transport:
         return None
 
     def limit_open(self, most: int) -> int:
-        """Close idle connections while more than ``most`` are open, now and whenever one gets idle.
-
-        Returns the number of open connections.
-        """
-        self._most = most
+        """Close idle connections while more than ``most`` are open; return how many are open."""
         for idle in list(self._idle.values()):
             with contextlib.suppress(IndexError):  # none is left
                 while len(self._open) > most:
@@ -531,7 +525,7 @@ class Transport:
 
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
-        if reusable and len(self._open) <= self._most:
+        if reusable:
             self._idle.setdefault(connection.server, deque()).append(connection)
         else:
             self._open.discard(connection)

@@ -87,13 +87,12 @@ class Origins:
     def use(self, scheme: str, origin: Origin) -> None:
         self._made[scheme, (), ""] = origin
 
-    def limit_open(self, most: int) -> int:
-        """Close idle connections while more than ``most`` are open; return how many are open."""
+    def limit_open(self, most: int) -> None:
+        """Close idle connections while more than ``most`` are open."""
         origins = [*self._made.values(), *(upstream.origin for upstream in self._upstreams)]
-        transports, count = [o.transport for o in origins if o.transport is not None], 0
+        transports = [o.transport for o in origins if o.transport is not None]
         for transport in sorted(transports, key=lambda t: -t.used):  # the last one keeps most
-            count += transport.limit_open(max(0, most - count))
-        return count
+            most -= transport.limit_open(max(0, most))
 
     def sources(self, shard: ShardURL, size: int | None = None) -> Iterator[Origin]:
         """Yield each upstream that has the shard, queried only when it is reached, and the origin.

@@ -61,34 +61,30 @@ _MAX_CANONICAL = 8192
 
 #: Query parameters of signed URLs: those that a complete signature must have, and a pattern of all
 #: that belong to it. Alibaba's are listed singly, because ``x-oss-process`` changes the bytes.
-_SIGNATURES = (
+_SIGNATURES = {
     # Signature version 4 of AWS and of Google.
-    ("x-amz-algorithm x-amz-credential x-amz-signature", r"x-amz-.+"),
-    ("x-goog-algorithm x-goog-credential x-goog-signature", r"x-goog-.+"),
+    "x-amz-algorithm x-amz-credential x-amz-signature": r"x-amz-.+",
+    "x-goog-algorithm x-goog-credential x-goog-signature": r"x-goog-.+",
     # Signature version 2 of AWS and of Google, and version 1 of Alibaba.
-    (
-        "awsaccesskeyid|googleaccessid|ossaccesskeyid expires signature",
-        r"(aws|oss)accesskeyid|googleaccessid|expires|signature|(x-amz-)?security-token",
+    "awsaccesskeyid|googleaccessid|ossaccesskeyid expires signature": (
+        r"(aws|oss)accesskeyid|googleaccessid|expires|signature|(x-amz-)?security-token"
     ),
     # CloudFront, and the parameters that Hugging Face adds to its signed URLs for the client.
-    (
-        "key-pair-id signature policy|expires",
-        r"key-pair-id|signature|policy|expires|hash-algorithm",
+    "key-pair-id signature policy|expires": (
+        r"key-pair-id|signature|policy|expires|hash-algorithm"
     ),
-    ("key-pair-id signature x-xet-cas-uid", r"x-xet-(cas-uid|session-id)|user_id|xip"),
+    "key-pair-id signature x-xet-cas-uid": r"x-xet-(cas-uid|session-id)|user_id|xip",
     # Azure's shared access signatures.
-    (
-        "sig sv se|si",
+    "sig sv se|si": (
         r"scid|sdd|se|ses|si|sig|sip|skdutid|ske|skoid|sks|skt|sktid|skv"
-        r"|saoid|sduoid|sp|spr|sr|srt|ss|st|suoid|sv",
+        r"|saoid|sduoid|sp|spr|sr|srt|ss|st|suoid|sv"
     ),
     # Signature version 4 of Alibaba, and the signature of Tencent.
-    (
-        "x-oss-credential x-oss-signature",
-        r"x-oss-(additional-headers|credential|date|expires|security-token|signature(-version)?)",
+    "x-oss-credential x-oss-signature": (
+        r"x-oss-(additional-headers|credential|date|expires|security-token|signature(-version)?)"
     ),
-    ("q-ak q-sign-algorithm q-signature", r"q-.+|x-cos-security-token"),
-)
+    "q-ak q-sign-algorithm q-signature": r"q-.+|x-cos-security-token",
+}
 #: Query parameters that name a version. The canonical URL shows their values and hides all others.
 _VERSIONS = frozenset({"generation", "snapshot", "versionid"})
 #: A canonical URL with hidden values (group 1), and the key at its end (group 2).
@@ -451,7 +447,7 @@ def _without_signatures(query: str) -> str:
     names = {name for _, name in pairs}
     signed = "|".join(
         parts
-        for needed, parts in _SIGNATURES
+        for needed, parts in _SIGNATURES.items()
         if all(names.intersection(choice.split("|")) for choice in needed.split())
     )
     return "&".join(pair for pair, name in pairs if not signed or not re.fullmatch(signed, name))

@@ -252,7 +252,7 @@ class Listing:
         left = _SPARE_PAGES + len(shards) // _PER_PAGE
         try:
             for directory, urls in folders.items():
-                if directory.is_masked or not self._origins.of(directory).lists_pages:
+                if left <= 0 or directory.is_masked or not self._origins.of(directory).lists_pages:
                     continue
                 first, last = (url.removeprefix(str(directory)) for url in (urls[0], urls[-1]))
                 # A prefix consists of characters, not of path components.
@@ -261,8 +261,6 @@ class Listing:
                     left -= 1
                     if left <= 0 or (page and page[-1] >= last):
                         break
-                if left <= 0:
-                    break
         except ShardCacheError as exn:  # the next folder would fail as well
             if level >= logging.WARNING and not isinstance(exn, AccessDeniedError):
                 raise  # a plan alone must not hide that nothing could be downloaded

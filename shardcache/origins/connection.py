@@ -335,26 +335,15 @@ class Response:
     info: ObjectInfo  # set by `http.checked`, as the next two
     start: int
     stop: int | None
-    # `close` may run before `__init__` has received the head, or even started.
-    _left: int | None = None
-    _connection: _Connection | None = None
+    waited: float
+    url: str  # as requested
+    secrets: Sequence[str]  # as for `Transport.request`
+    _connection: _Connection | None = None  # `close` may run before `__init__`
 
     def __init__(
-        self,
-        transport: Transport,
-        connection: _Connection,
-        request: bytes,
-        *,
-        url: str,
-        secrets: Sequence[str],
-        bodiless: bool,
+        self, transport: Transport, connection: _Connection, message: _Message, *, bodiless: bool
     ) -> None:
-        self._connection = connection
-        self._transport, self._aborted = transport, False
-        self.url, self.secrets = url, secrets  # as requested; as for `Transport.request`
-        sent = time.monotonic()
-        self._message = message = connection.exchange(request)
-        self.waited = time.monotonic() - sent
+        self._transport, self._aborted, self._message = transport, False, message
         self.status, self.headers = message.status, message.headers
         coding = self.headers.get("transfer-encoding", "").lower()
         length = "" if coding else self.headers.get("content-length", "")
@@ -369,6 +358,7 @@ class Response:
         self._chunked = bool(coding)
         #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
+        self._connection = connection
 
     def readinto(self, buffer: memoryview) -> int:
         """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""
@@ -403,7 +393,6 @@ class Response:
         return count
 
     def abort(self) -> None:
-        """Make a `readinto` that blocks in another thread raise soon."""
         self._aborted = True  # first, so that `close` gives no connection back from here on
         connection = self._connection
         # A forked child must not shut down its parent's connection.
@@ -412,10 +401,7 @@ class Response:
                 connection.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the connection for reuse, or close it if bytes are left unread.
-
-        Takes no lock, because the garbage collector may call this in any thread at any moment.
-        """
+        # Takes no lock, because the garbage collector may call this in any thread at any moment.
         connection, self._connection = self._connection, None
         if connection is not None:
             whole = self._left == 0 and self.proven and not self._aborted
@@ -480,14 +466,12 @@ class Transport:
             lines = [f"{name}: {value}" for name, value in headers.items()]
             lines = [f"Host: {server.partition('://')[2]}", *lines, *connection.login]
             request = _head(method, f"{connection.prefix}{path}", lines)
-            return Response(
-                self,
-                connection,
-                request,
-                url=f"{server}{path}",
-                secrets=secrets,
-                bodiless=method == "HEAD",
-            )
+            sent = time.monotonic()
+            message = connection.exchange(request)
+            response = Response(self, connection, message, bodiless=method == "HEAD")
+            response.waited = time.monotonic() - sent
+            response.url, response.secrets = f"{server}{path}", secrets
+            return response
         except BaseException as exn:
             self.take_back(connection, reusable=False)
             # Not if a signal handler raised, or the request is wrong.
@@ -525,7 +509,7 @@ class Transport:
 
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
-        if reusable:
+        if reusable and connection in self._open:
             self._idle.setdefault(connection.server, deque()).append(connection)
         else:
             self._open.discard(connection)

@@ -1,8 +1,7 @@
 """The interface between downloads and origins, and the errors for refused requests.
 
-Exceptions of lower libraries contain whole URLs, including signatures. So an origin creates its own
-exception inside ``except`` and raises it after the block. If it were raised inside the block, its
-``__context__`` would be the library's exception, which error reporters (Sentry, rich) print.
+An origin raises its own exception after the ``except`` block. Otherwise, error reporters (Sentry,
+rich) would print its ``__context__``, an exception of a library that may quote a signed URL.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ class PipeBody:
         self._output = self._process.stdout
 
     def readinto(self, buffer: memoryview) -> int:
-        """Return the number of bytes read, 0 at the end. A failed command raises TransientError."""
         try:
             poller = select.poll()
             poller.register(self._output, select.POLLIN)
@@ -97,7 +96,6 @@ class PipeBody:
             return None
 
     def abort(self) -> None:
-        """Kill the command, so that a blocked `readinto` returns or raises."""
         if self._process.returncode is not None:
             return  # the command has ended, and another process may have its process id
         with contextlib.suppress(ProcessLookupError):

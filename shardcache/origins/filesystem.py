@@ -72,8 +72,6 @@ class FsspecOrigin(Origin):
         return FsspecBody(self, shard, file, info, start, stop, time.monotonic() - began)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Return the current version of the object, without a checksum."""
-
         def info() -> Mapping[str, Any]:
             self._filesystem.invalidate_cache()
             found: Mapping[str, Any] = self._filesystem.info(self._path(shard))
@@ -251,7 +249,6 @@ class FsspecBody:
         return len(data)
 
     def abort(self) -> None:
-        """Make `readinto` raise TransientError, also if it is blocked."""
         self._results.put((None, [TransientError("the read was cancelled")]))
 
     def close(self) -> None:

@@ -267,7 +267,6 @@ class WebOrigin(Origin):
         return open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Return the current version of the object, without a checksum."""
         return stat(partial(self._request, "HEAD", shard, {}), partial(self.open, shard, 0, 1))
 
     def _request(

@@ -10,14 +10,9 @@ A TransientError is one of the first two rows: the second, if it is ``patient``.
 the region of the bucket, new credentials, the server's time, and a new connection. After a failure,
 each may help again. The ``deadline`` limits all of it.
 
-A server that throttles limits the requests of this process:
-
-    throttled ---> half as many requests at once, after a pause that doubles each time
-    served ------> twice as many each round, up to half of the old number; then one more each round
-
-This is TCP's congestion control (RFC 5681) with requests in place of segments. All shards that a
-process reads from one bucket or web server share a `Pace`, so a single request probes an overloaded
-store while the others wait.
+All shards that a process reads from one bucket or web server share a `Pace`. While the server
+throttles, it limits their requests by the rules of TCP's congestion control (RFC 5681), so a single
+request probes an overloaded store while the others wait.
 """
 
 from __future__ import annotations
@@ -324,6 +319,7 @@ class Pace:
             self._pauses, self._refused_since = 0, None
             if self._since is None or math.isinf(self._window):
                 return
+            # Twice as many each round, up to half of the old number; then one more each round.
             self._window += 1 if self._window < self._full / 2 else 1 / self._window
             if self._window < self._full:
                 return

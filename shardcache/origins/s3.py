@@ -250,7 +250,6 @@ class S3Origin(Origin):
         return http.open_range(partial(self._request, "GET", shard), start, stop, expected)
 
     def stat(self, shard: ShardURL) -> ObjectInfo:
-        """Return the current version of the object, with its checksum if S3 has one."""
         head = partial(self._request, "HEAD", shard, _CHECKSUM)
         info = http.stat(head, partial(self.open, shard, 0, 1))
         if info.size is None:  # without a size, versions cannot be compared

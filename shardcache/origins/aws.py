@@ -23,7 +23,7 @@ from queue import Empty
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from shardcache import clock, threads
+from shardcache import threads
 from shardcache.config import Config
 from shardcache.errors import AccessDeniedError, ConfigError
 from shardcache.faults import ignoring
@@ -60,7 +60,6 @@ _METADATA = "http://169.254.169.254"
 _TIMEOUT = 2.0  #: seconds; the metadata service is on the same machine
 #: Seconds that a process waits for its turn: more than a chain of several services needs.
 _TURN = 30.0
-_REST = 1.0  #: seconds that a process keeps its turn after a failure, as a pause for the service
 #: Seconds after which the chain is no longer waited for. Botocore limits its requests, but waits
 #: forever for a program that a profile names (`credential_process`).
 CHAIN_TIMEOUT = 60.0
@@ -395,11 +394,7 @@ def one_at_a_time() -> Iterator[None]:
         with contextlib.suppress(OSError):
             path = Path(tempfile.gettempdir(), f"shardcache-credentials-{os.getuid()}.lock")
             stack.enter_context(FileLock(path, timeout=_TURN, mode=0o600))
-        try:
-            yield
-        except Exception:
-            clock.sleep(_REST)
-            raise
+        yield
 
 
 class S3Access(NamedTuple):

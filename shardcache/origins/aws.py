@@ -92,10 +92,7 @@ def _authority(config: Config) -> str | None:
 
 
 def with_options(config: Config, options: Collection[tuple[str, str]]) -> Config:
-    """Return a configuration with client options of a command, such as a profile.
-
-    The command is one of shardcache, or a ``pipe:`` command.
-    """
+    """Return a configuration with client options of a command line or a ``pipe:`` command."""
     given, table = dict(options), config.storage_options
     merged = {**config.scheme_options("s3")}
     profile, anon = given.get("profile"), "anon" in given

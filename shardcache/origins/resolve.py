@@ -213,11 +213,8 @@ class _Upstream:
         self._exists = True
 
     def _look(self, copy: ShardURL) -> tuple[ObjectInfo | None, bytes]:
-        """Return the version of a copy, None without one, and its sidecar, empty without one.
-
-        Raises the errors of `check`.
-        """
-        copied, sidecar = None, b""
+        """Return the version of a copy, None without one, and its sidecar, empty without one."""
+        sidecar = b""
         try:
             copied = try_once(str(copy), lambda: self.origin.stat(copy))
         except ShardNotFoundError:

@@ -317,7 +317,7 @@ class Pace:
     def _speed_up(self) -> None:
         with self._guard:
             self._pauses, self._refused_since = 0, None
-            if self._since is None or math.isinf(self._window):
+            if self._since is None:
                 return
             # Twice as many each round, up to half of the old number; then one more each round.
             self._window += 1 if self._window < self._full / 2 else 1 / self._window

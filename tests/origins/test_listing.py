@@ -153,7 +153,8 @@ def test_a_listing_sends_no_more_requests_than_needed(stocked, make_cache, proxy
     assert len(proxy.requests()) == 1  # not one for each page of deeper names
     proxy.reset()
     monkeypatch.setattr("shardcache.origins.listing._SPARE_PAGES", 1)
-    assert len(Listing(cache.config).sizes([shards[0], shards[7]])) == 1
+    elsewhere = cache.parse(f"s3://{stocked}/z/a.tar")  # in a folder that is not listed any more
+    assert len(Listing(cache.config).sizes([shards[0], shards[7], elsewhere])) == 1
     assert len(proxy.requests()) == 1
 
 

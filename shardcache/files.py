@@ -225,16 +225,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def sync_directory(path: Path) -> None:
     """Write a directory to the disk (fsync), so that the names in it survive a power loss."""
-    with open_directory(path.resolve()) as fd:
+    with descriptor(path.resolve(), os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
 
 @contextlib.contextmanager
-def open_directory(path: Path | str) -> Iterator[int]:
-    """Open a directory, but not through a symbolic link, and yield the descriptor."""
-    flags, fds = os.O_DIRECTORY | SAFELY, list[int]()
+def descriptor(path: Path | str, flags: int = 0) -> Iterator[int]:
+    """Open a file or directory for reading, but not through a symbolic link; yield the descriptor.
+
+    Cheaper than `open_file`, for callers that open thousands of files.
+    """
+    fds: list[int] = []
     try:
-        fds.extend(map(os.open, (path,), (flags,)))  # as in `owned`
+        fds.extend(map(os.open, (path,), (flags | SAFELY,)))  # as in `owned`
         yield fds[0]
     finally:
         for fd in fds:
@@ -243,18 +246,14 @@ def open_directory(path: Path | str) -> Iterator[int]:
 
 def list_names(directory: Path | str) -> list[str]:
     """Return the names in a directory, or no names if it is missing or a symbolic link."""
-    fds: list[int] = []
-    try:  # without `open_directory`, because each miss calls this often
-        fds.extend(map(os.open, (directory,), (os.O_DIRECTORY | SAFELY,)))
-        return os.listdir(fds[0])  # noqa: PTH208 - only the names are needed
+    try:
+        with descriptor(directory, os.O_DIRECTORY) as fd:
+            return os.listdir(fd)  # noqa: PTH208 - only the names are needed
     except system_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
         # `os.listdir` names the descriptor.
         raise OSError(exn.errno, exn.strerror, os.fspath(directory)) from None
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def existing(path: Path) -> Path:
@@ -290,14 +289,9 @@ def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
 
 def read_file(path: Path | str, limit: int = MAX_RECORD) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    fds = list[int]()
-    try:  # without `open_file`, because a listing reads 100,000 files
-        fds.extend(map(os.open, (path,), (SAFELY,)))
+    with descriptor(path) as fd:
         # Not `limit` alone, because Python allocates as many bytes first.
-        return os.read(fds[0], min(limit, os.fstat(fds[0]).st_size))
-    finally:
-        for fd in fds:
-            os.close(fd)
+        return os.read(fd, min(limit, os.fstat(fd).st_size))
 
 
 def read_json(path: Path) -> Any:
@@ -336,21 +330,21 @@ def wait_flock(fd: int, *, shared: bool = False) -> bool | None:
 
 @contextlib.contextmanager
 def locked_if_free(
-    path: Path | str, *, shared: bool = False, remove: bool = False, of: Path | str | None = None
+    path: Path | str, *, shared: bool = False, of: Path | str | None = None
 ) -> Iterator[bool]:
     """Hold the flock of a file in the body, if it is free; yield whether it is.
 
-    It is free if no other process holds the flock, or if it is missing. A file without a flock (of
-    a filesystem that has none, or of a process that died before it gave the group access) is free
-    once it, or the directory whose data file it is (``of``), was unused for an hour. With ``of``, a
-    link is free. With ``remove``, a file is not free if its path names another one now.
+    It is free if it is missing, or if no other process holds the flock and the path still names it.
+    A file without a flock (of a filesystem that has none, or of a process that died before it gave
+    the group access) is free once it, or the directory whose data file it is (``of``), was unused
+    for an hour. With ``of``, a link is free.
     """
     fds = list[int]()
     try:
         try:  # without `open_file`, as in `read_file`
             fds.extend(map(os.open, (path,), (SAFELY,)))
             free = try_flock(fds[0], shared=shared)
-            if free and remove:
+            if free:
                 free = is_file(path, fds[0])
         except system_error() as exn:
             if exn.errno in GONE or (of is not None and exn.errno in NOT_DATA):

@@ -248,6 +248,6 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     partial = previous is not None and previous.partial
     if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
         return
-    with ignoring(OSError), files.locked_if_free(path, remove=True) as free:
+    with ignoring(OSError), files.locked_if_free(path) as free:
         if free:
             path.unlink()

@@ -110,7 +110,7 @@ def _files(layout: Layout, suffix: str) -> list[Path]:
 def _live_since(path: Path) -> float | None:
     """Return the file's mtime, or remove the file and return None if its process is dead."""
     try:
-        with files.locked_if_free(path, remove=True) as free:
+        with files.locked_if_free(path) as free:
             if not free:
                 return path.lstat().st_mtime
             path.unlink()

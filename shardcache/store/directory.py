@@ -149,7 +149,6 @@ def data_locked_if_free(
     *,
     data: Path | str | None = None,
     shared: bool = False,
-    remove: bool = False,
 ) -> AbstractContextManager[bool]:
     """Lock a data file, by default the directory's, in the body; yield whether it is free.
 
@@ -158,7 +157,7 @@ def data_locked_if_free(
     if grace is not None:
         return contextlib.nullcontext(files.is_idle(Path(directory), grace))
     data = data or data_file(directory) or directory
-    return files.locked_if_free(data, shared=shared, remove=remove, of=directory)
+    return files.locked_if_free(data, shared=shared, of=directory)
 
 
 def hide(directory: Path) -> Path | None:
@@ -187,7 +186,7 @@ def hide(directory: Path) -> Path | None:
 
 def remove_free(directory: Path, grace: float | None) -> bool:
     """Remove an entry or a partial unless a process uses it; return whether it is gone."""
-    with data_locked_if_free(directory, grace, remove=True) as free:
+    with data_locked_if_free(directory, grace) as free:
         if not free or (hidden := hide(directory)) is None:
             return False
         # Keep the lock until the names are gone, so that a reader that gets its lock afterwards
@@ -217,7 +216,7 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
 def _remove_files(directory: Path, name: str | None = None) -> list[str]:
     """Remove the files of shardcache from a directory; return the names of all others."""
     foreign = []
-    with files.open_directory(directory) as fd:
+    with files.descriptor(directory, os.O_DIRECTORY) as fd:
         names = os.listdir(fd)  # noqa: PTH208 - names are enough
         data = name or _recorded_name(directory)
         if data is None and len(candidates := _data_names(names)) == 1:

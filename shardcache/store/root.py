@@ -173,7 +173,7 @@ def remove_root(layout: Layout) -> None:
             for name in names:
                 path = Path(directory, name)
                 if is_record_name(name) or is_temporary_name(name):
-                    with ignoring(OSError), locked_if_free(path, remove=True) as free:
+                    with ignoring(OSError), locked_if_free(path) as free:
                         if free:  # otherwise, a job began after the last check
                             path.unlink(missing_ok=True)
             with ignoring(OSError):  # not empty

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 from collections import Counter
@@ -95,7 +94,6 @@ class Worker:
     _sources: Iterator[Origin] = field(init=False)  # after the current one
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
     _tier: Tier | None = None  # in which the last partial is, or was
-    _discards_partial: bool = False  # whether the next source cannot continue the partial
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
 
     @lazy
@@ -133,7 +131,7 @@ class Worker:
             and (other := next(self._sources, None))
         ):
             source.ended(exn)
-            self._source, self._discards_partial = other, not upstream
+            self._source = other
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:
                 raise TransferError(
@@ -143,7 +141,6 @@ class Worker:
                     url=str(shard),
                 ) from None
             logger.warning("%s changed while it was downloaded; starting over", shard)
-            self._source = next(self._sources, source)  # one that a resumed partial did not fit
         elif isinstance(exn, MismatchError):
             if count > _MISMATCHED:
                 raise IntegrityError(
@@ -324,18 +321,13 @@ class Worker:
             # Only the origin has a new version.
             self._sources = iter([resources.origins.of(shard)]) if download.outdated else sources
             self._source = next(self._sources)
-        partial = None if lock is None else self._resume(lock)
-        if partial is not None and self._discards_partial:
-            partial.discard()
-            partial, self._discards_partial = None, False
-        elif partial is not None and self._source.upstream:
-            begun, copy = partial.metadata, self._source.stated
-            is_other = copy is not None and copy.version != begun.info.version
+        source, partial = self._source, None if lock is None else self._resume(lock)
+        if partial is not None and source.stated is not None:
+            begun, copied = partial.metadata, (source.stated.version, source.digest or "")
             # The bytes of the upstream could not be proven together with those of the partial.
-            if is_other or begun.digest != (self._source.digest or ""):
-                self._sources = itertools.chain([self._source], self._sources)
-                self._source = resources.origins.of(shard)
-        source = self._source
+            if copied != (begun.info.version, begun.digest):
+                partial.discard()
+                partial = None
         whole = partial is None and self._is_best_whole()
         record = None if lock is None else directories.layout.holder(shard.key)
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.

@@ -72,9 +72,13 @@ def read_blocks(fd: int) -> Iterator[memoryview]:
         yield buffer[:filled]
 
 
-def file_digest(fd: int) -> str:
-    """Return the tree digest of an open file."""
-    return tree_digest(b"".join(map(block_digest, read_blocks(fd))))
+def file_digest(fd: int, check: Callable[[], None] = lambda: None) -> str:
+    """Return the tree digest of an open file. ``check`` is called before each block."""
+    digests = []
+    for block in read_blocks(fd):
+        check()
+        digests.append(block_digest(block))
+    return tree_digest(b"".join(digests))
 
 
 @cache
@@ -86,21 +90,6 @@ def _crc(algorithm: str) -> Callable[[memoryview, int], int] | None:
         return zlib.crc32 if algorithm == "crc32" else None
     function: Callable[[memoryview, int], int] | None = getattr(checksums, algorithm, None)
     return function
-
-
-def file_checksum(fd: int, algorithm: str) -> str | None:
-    """Return the checksum of an open file in base64, or None if it cannot be computed here."""
-    if algorithm in _HASHES:
-        digest = hashlib.new(algorithm, usedforsecurity=False)
-        for block in read_blocks(fd):
-            digest.update(block)
-        return base64.b64encode(digest.digest()).decode()
-    function, value = _crc(algorithm) if algorithm in _CRCS else None, 0
-    if function is None:  # some need the extra `checksums`
-        return None
-    for block in read_blocks(fd):
-        value = function(block, value)
-    return base64.b64encode(value.to_bytes(_CRCS[algorithm], "big")).decode()
 
 
 class MismatchError(Exception):
@@ -117,12 +106,23 @@ def compare(fd: int, checksum: Checksum) -> str | None:
 
     Returns None if the checksum cannot be compared. Raises MismatchError.
     """
+    algorithm, crc = checksum.algorithm, 0
     if "-" in checksum.value:  # a checksum of the checksums of parts
         return None
-    computed = file_checksum(fd, checksum.algorithm)
-    if computed not in (None, checksum.value):
-        raise MismatchError(checksum, computed)
-    return computed and checksum.algorithm
+    if algorithm in _HASHES:
+        digest = hashlib.new(algorithm, usedforsecurity=False)
+        for block in read_blocks(fd):
+            digest.update(block)
+        found = digest.digest()
+    elif algorithm in _CRCS and (function := _crc(algorithm)):
+        for block in read_blocks(fd):
+            crc = function(block, crc)
+        found = crc.to_bytes(_CRCS[algorithm], "big")
+    else:  # some need the extra `checksums`
+        return None
+    if (text := base64.b64encode(found).decode()) != checksum.value:
+        raise MismatchError(checksum, text)
+    return algorithm
 
 
 def identify(fd: int, info: ObjectInfo) -> str | None:

@@ -21,7 +21,7 @@ from shardcache import threads
 from shardcache.archive import archive_problem
 from shardcache.faults import system_error
 from shardcache.files import GONE
-from shardcache.store.digest import block_digest, read_blocks, tree_digest
+from shardcache.store.digest import file_digest
 from shardcache.store.directory import DamagedError, readable
 from shardcache.store.entry import Entry, Store, open_data, set_aside
 
@@ -55,14 +55,6 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
-    def add_planned(self, entry: Entry) -> None:
-        self.shards += 1
-        self.bytes += entry.size
-
-    def add_checked(self, entry: Entry) -> None:
-        self.done += 1
-        self.passed += entry.size
-
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
@@ -86,7 +78,8 @@ def verify(
     shards: dict[str, list[tuple[Store, Entry]]] = {}
     for store, entry in entries:
         shards.setdefault(entry.key, []).append((store, entry))
-        status.add_planned(entry)
+        status.shards += 1
+        status.bytes += entry.size
     is_closed = False
 
     def check_stopped() -> None:
@@ -97,12 +90,9 @@ def verify(
         digests: dict[tuple[int, int], str] = {}  # by device and inode, because some are links
 
         def digest(fd: int) -> str:
-            file, block_digests = os.fstat(fd), bytearray()
+            file = os.fstat(fd)
             if (inode := (file.st_dev, file.st_ino)) not in digests:
-                for block in read_blocks(fd):
-                    check_stopped()
-                    block_digests += block_digest(block)
-                digests[inode] = tree_digest(block_digests)
+                digests[inode] = file_digest(fd, check_stopped)
             return digests[inode]
 
         findings: list[Finding] = []
@@ -116,7 +106,8 @@ def verify(
     try:
         for number, findings in threads.each(check, every, _THREADS, "shardcache-verify"):
             for _, entry in every[number]:
-                status.add_checked(entry)
+                status.done += 1
+                status.passed += entry.size
             yield from findings
     finally:
         is_closed = True

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.store import verify as resources
+from shardcache.store import digest as resources
 from shardcache.store.verify import EntryState, VerifyStatus
 from tests.support.caches import read
 from tests.support.shop import Shop

@@ -38,24 +38,20 @@ _STILL_OPEN = (".nfs", ".fuse_hidden")
 
 
 class DamagedError(Exception):
-    """An entry, a partial or a sidecar is damaged; `Store.open` states the entry's directory."""
+    """An entry, a partial or a sidecar is damaged."""
 
-    def __init__(self, damage: str, directory: str = "") -> None:
-        super().__init__(damage)
-        self.directory = directory
+    directory = ""  #: that of the entry, if `Store.open` found the damage
 
 
 @contextlib.contextmanager
-def readable(directory: str = "") -> Iterator[None]:
-    """Raise DamagedError, with the directory, if the body cannot read a single file."""
+def readable() -> Iterator[None]:
+    """Raise DamagedError if the body cannot read a single file."""
     try:
         yield
-    except DamagedError as exn:
-        raise DamagedError(str(exn), directory) from exn.__cause__
     except system_error() as exn:
         if exn.errno not in _UNREADABLE:
             raise
-        raise DamagedError(f"it cannot be read ({exn.strerror})", directory) from exn
+        raise DamagedError(f"it cannot be read ({exn.strerror})") from exn
 
 
 class Metadata(NamedTuple):
@@ -224,21 +220,15 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
             is_closed = not os.lstat(candidates[0], dir_fd=fd).st_mode & 0o117
             data = candidates[0] if is_closed or len(names) > 1 else None
         for child in sorted(names, key=is_side_file):  # data first: the sidecar states its name
-            is_own = child == data or is_side_file(child)
-            if not (_remove_name(child, fd) if is_own else child.startswith(_STILL_OPEN)):
-                foreign.append(child)
+            if child != data and not is_side_file(child):
+                foreign += [] if child.startswith(_STILL_OPEN) else [child]
+                continue
+            try:
+                os.unlink(child, dir_fd=fd)
+            except FileNotFoundError:
+                pass
+            except system_error() as exn:
+                if exn.errno not in (errno.EISDIR, errno.EBUSY):
+                    raise
+                foreign.append(child)  # a directory or a mount point
     return foreign
-
-
-def _remove_name(name: str, fd: int) -> bool:
-    """Remove a file or an empty directory; return False if it is a mount point or not empty."""
-    try:
-        try:
-            os.unlink(name, dir_fd=fd)
-        except IsADirectoryError:
-            os.rmdir(name, dir_fd=fd)
-    except system_error() as exn:
-        if exn.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
-            raise
-        return exn.errno == errno.ENOENT
-    return True

@@ -299,15 +299,17 @@ class Store:
         """Open and check an entry that this process does not know; return None if it is gone."""
         opened = None
         try:
-            with readable(directory):
+            with readable():
                 opened = open_data(directory, f"{directory}/{basename}", size, self._grace)
                 if opened is not None:
                     self._check(directory, opened.file.fileno())
                 elif files.is_directory(directory):  # if evicted, it would have none either
                     raise DamagedError("its data file is missing")
-        except (DamagedError, system_error()):
+        except (DamagedError, system_error()) as exn:
             if opened is not None:
                 opened.close()
+            if isinstance(exn, DamagedError):
+                exn.directory = directory
             raise
         return opened
 

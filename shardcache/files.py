@@ -269,6 +269,14 @@ def is_directory(path: Path | str) -> bool:
         return False
 
 
+def modified(path: Path | str) -> float:
+    """Return the time of a file's last change, in seconds since the epoch; 0 if it has none."""
+    try:
+        return os.lstat(path).st_mtime
+    except system_error():
+        return 0.0
+
+
 def is_idle(path: Path, grace: float = IDLE_GRACE) -> bool:
     """Return whether a file, or every file in a directory, was unused for ``grace`` seconds."""
     latest = 0.0

@@ -62,16 +62,7 @@ _POLL = 0.1
 class ProcessCache:
     """A cache as one process uses it. Safe to share between its threads, and across forks.
 
-    Args:
-        config: the options of the cache.
-        ranks: the job and rank of this process.
-        started: when the job began to use the cache, for the session; None for a command.
-
-    Attributes:
-        tiers: the tiers, fastest first.
-        last_tier: the last tier, which is ``dir`` and holds the locks.
-        directories: the `Directories` that were found, or None until `prepare` has made them.
-        disk, resources, origins, counters, notices, downloads: what downloads and streams share.
+    ``started`` is when the job began to use the cache, for the session; None for a command.
     """
 
     def __init__(self, config: Config, ranks: Ranks, started: float | None) -> None:
@@ -109,7 +100,7 @@ class ProcessCache:
         self.counters = Counters(lambda: self.last_tier.node, ranks, lambda: self.disk.is_well)
         parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(tier_config, *parts) for tier_config in config.by_tier()]
-        self.last_tier = self.tiers[-1]
+        self.last_tier = self.tiers[-1]  #: ``dir``, which holds the locks
         self.origins = Origins(config, self.notices.is_new)
         self.resources = Resources(
             config,
@@ -122,7 +113,7 @@ class ProcessCache:
             self.notices,
         )
         self.downloads = Downloads()
-        self.directories: Directories | None = None
+        self.directories: Directories | None = None  #: None until `prepare` has made them
         self._housekeeper = Housekeeper(self.tiers)
         # Threads that wait for a download, and whether they have ended.
         self._idle = deque[tuple[threads.Queue[Download], threading.Event]](maxlen=64)

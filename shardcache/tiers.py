@@ -23,7 +23,7 @@ from shardcache import clock, threads
 from shardcache.config import Config
 from shardcache.errors import ConfigError, LockTimeoutError
 from shardcache.faults import Disk, ignoring, is_disk_fault, system_error
-from shardcache.files import is_directory, read_json
+from shardcache.files import is_directory, modified, read_json
 from shardcache.layout import MANIFEST, Layout, read_manifest
 from shardcache.locks.keys import Holder, KeyLease, KeyLock
 from shardcache.locks.mounts import node_namespace
@@ -191,17 +191,14 @@ def _record_limits(layout: Layout, started: float | None, limits: dict[str, Any]
     A command has no ``started``, and stores only its tiers.
     """
     with ignoring(OSError):  # the disk is full or read-only, or a directory has the name
-        last = 0.0
-        with contextlib.suppress(FileNotFoundError):
-            last = layout.limits.lstat().st_mtime
+        known, last, tiers = job_limits(layout), modified(layout.limits), limits["tiers"]
         if started is None:
-            limits, started = {**job_limits(layout), "tiers": limits["tiers"]}, last
-            if not limits["tiers"]:
+            if not tiers:
                 return
-        if started < last <= clock.time() + SKEW:
+            limits, started = known, last
+        elif started < last <= clock.time() + SKEW:
             return
-        # The tiers of earlier jobs may still hold shards.
-        tiers = limits["tiers"] or job_limits(layout).get("tiers")
+        tiers = tiers or known.get("tiers")  # those of earlier jobs may still hold shards
         layout.write(layout.limits, json.dumps({**limits, "tiers": tiers}).encode())
         os.utime(layout.limits, (started, started))
 
@@ -223,17 +220,13 @@ class Directories:
 
     The last tier holds the locks of all keys. If a directory is unmounted or emptied, new
     `Directories` replace these. Safe between threads.
-
-    Attributes:
-        open: the function that opens an entry in the first tier that has it, like `Store.open`.
-        layout: the namespace that holds the locks.
     """
 
     def __init__(self, tiers: Sequence[Tier], ranks: Ranks, disk: Disk, notices: Notices) -> None:
         self.tiers, self.ranks, self.disk, self.notices = tiers, ranks, disk, notices
         stores = [tier.store for tier in tiers]
         self.open = stores[0].open if len(stores) == 1 else partial(open_first, stores)
-        self.layout = stores[-1].layout
+        self.layout = stores[-1].layout  #: holds the locks
 
     def are_intact(self) -> bool:
         return all(tier.is_intact() for tier in self.tiers)
@@ -339,9 +332,7 @@ class Housekeeper:
 def _clean(space: Space) -> None:
     """Clean a directory in the background, unless a process of the node has done so recently."""
     try:
-        last = 0.0
-        with contextlib.suppress(FileNotFoundError):  # the cache was never cleaned
-            last = os.lstat(space.node.named_lock("clean")).st_mtime  # each cleaning writes to it
+        last = modified(space.node.named_lock("clean"))  # each cleaning writes to it
         if not 0 <= clock.time() - last < _INTERVAL or space.lacks_memory():
             report = space.clean()
             if report.removed:

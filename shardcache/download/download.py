@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardcache.store.entry import Opened
     from shardcache.store.partial import Partial
 
-__all__ = ["PASSING", "Download", "Downloads", "Progress", "State"]
-
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 #: How a shard was obtained.
 Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched", "imported"]

@@ -46,8 +46,6 @@ from shardcache.store.directory import Metadata
 from shardcache.store.partial import Partial
 from shardcache.urls import ShardURL
 
-__all__ = ["CopyError", "Resources", "Transfer"]
-
 logger = logging.getLogger(__name__)
 
 #: Bytes, about one sample, that readers get before the first block of a shard is complete.

@@ -24,8 +24,8 @@ from shardcache.config import __version__
 from shardcache.download.download import PASSING, Download
 from shardcache.download.transfer import CopyError, Resources, Transfer
 from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError, TransferError
-from shardcache.faults import FULL, ignoring, is_disk_fault, is_local_error, system_error
-from shardcache.files import is_directory, open_file
+from shardcache.faults import FULL, is_disk_fault, is_local_error, system_error
+from shardcache.files import is_directory, modified, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
 from shardcache.locks.sessions import Session
@@ -40,8 +40,6 @@ from shardcache.threads import lazy
 from shardcache.tiers import Directories, Tier
 from shardcache.units import format_bytes, format_duration
 from shardcache.urls import ShardURL
-
-__all__ = ["Worker", "evict_outdated", "refused_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ _NOTE_AFTER = 0.5
 
 _Lock: TypeAlias = KeyLock | KeyLease
 #: The record of the holder of a lock, the journal of its partial, and the time of the record.
-_Seen: TypeAlias = tuple[Holder | None, Journal | None, int]
+_Seen: TypeAlias = tuple[Holder | None, Journal | None, float]
 #: Errors if the bytes of a copy are not those of the object.
 _OTHER_BYTES = VersionChangedError, MismatchError, IntegrityError
 
@@ -296,11 +294,9 @@ class Worker:
 
     def _read_holder(self) -> _Seen:
         """Read what the holder of the lock shows of itself, and let readers follow its partial."""
-        layout, touched = self._directories.layout, 0
+        layout = self._directories.layout
         path = layout.holder(self._download.shard.key)
-        with ignoring(OSError):
-            touched = path.lstat().st_mtime_ns
-        holder = read_holder(path)
+        holder, touched = read_holder(path), modified(path)
         name = holder.partial if holder else None
         # Another program may have damaged the record.
         if name is None or parse_partial_name(name) is None:

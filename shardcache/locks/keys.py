@@ -227,10 +227,8 @@ class KeyLease:
 def remove_locks(layout: Layout) -> None:
     """Remove the lock files and leases of keys that no process downloads."""
     for locks in {layout.locks, layout.base / "locks"}:
-        for prefix in files.list_names(locks):
+        for prefix in filter(lambda name: is_key(name * 16), files.list_names(locks)):
             directory = locks / prefix
-            if not is_key(prefix * 16) or not files.is_directory(directory):
-                continue
             for name in files.list_names(directory):
                 if name.startswith(prefix) and is_lock_name(name):
                     _remove_free_lock(layout, directory / name)

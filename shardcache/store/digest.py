@@ -1,9 +1,4 @@
-"""Digests of shards: the tree digest of shardcache, and the checksums that origins state.
-
-The tree digest of a shard is the xxh3-128 of the xxh3-128 digests of its 1 MiB blocks. So threads
-can hash blocks in any order while the blocks are in the processor's cache, and a resumed download
-can check each block on disk by itself.
-"""
+"""Digests of shards: the tree digest of shardcache, and the checksums that origins state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Entries: published shards. Any number of processes and threads may read them at the same time.
 
-A reader holds a shared flock on the data file. Eviction takes the exclusive flock, renames the
-directory out of sight, and deletes it. The data of an entry never changes. Its sidecar may be
-replaced, to record under which boot the data was last verified, and `samples.idx` may be added.
+The data of an entry never changes. Its sidecar may be replaced, to record under which boot the data
+was last verified, and `samples.idx` may be added.
 """
 
 from __future__ import annotations
@@ -60,14 +59,16 @@ class Entry(NamedTuple):
     key: str  #: the key of the URL
     version: str  #: the version of the object
     size: int  #: bytes of the shard
-    used: float  #: the last use, in seconds since the epoch, to within ten minutes
+    #: The last use, in seconds since the epoch, to within ten minutes. Without a sidecar, it is 0,
+    #: so that the entry is evicted first.
+    used: float
 
     @classmethod
     def at(cls, directory: Path | str) -> Entry:
         _, key, name = str(directory).rsplit("/", 2)
         parsed = parse_entry_name(name)
         assert parsed is not None
-        return cls(str(directory), key, *parsed, _last_use(directory))
+        return cls(str(directory), key, *parsed, files.modified(f"{directory}/{META}"))
 
     @property
     def path(self) -> Path:
@@ -123,13 +124,6 @@ class Entry(NamedTuple):
         if files.is_directory(self.directory):
             raise DamagedError("it has no data file")
         raise FileNotFoundError(errno.ENOENT, "the entry is gone", self.directory)
-
-
-def _last_use(directory: Path | str) -> float:
-    try:
-        return os.lstat(f"{directory}/{META}").st_mtime
-    except system_error():
-        return 0.0  # so that an entry without a sidecar is evicted first
 
 
 def stored_at(directory: str) -> int:
@@ -415,7 +409,8 @@ class Store:
             for key in (key for key in keys if is_key(key.name) and key.name[:2] == name):
                 for child in _directories(key.path):
                     if (parsed := parse_entry_name(child.name)) is not None:
-                        yield Entry(child.path, key.name, *parsed, _last_use(child.path))
+                        used = files.modified(f"{child.path}/{META}")
+                        yield Entry(child.path, key.name, *parsed, used)
 
     def entries_of(self, key: str) -> Iterator[Entry]:
         """Yield every version of one shard, newest first."""

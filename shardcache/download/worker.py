@@ -390,9 +390,9 @@ class Worker:
         tier.store.touch(other.directory, clock.time())  # with leases, it is in use only then
         try:
             with tier.space.reserved(shard, 0, tier.space.policy):
-                if tier.store.link(other, other.entry.metadata(), shard.basename):
-                    opened = directories.lookup(shard, outdated)
-        except (DamagedError, system_error()) as exn:  # full or read-only, or it was evicted
+                tier.store.link(other, other.entry.metadata(), shard.basename)
+                opened = directories.lookup(shard, outdated)
+        except (DamagedError, system_error()) as exn:  # such as a full disk, or it was evicted
             logger.info("%s: not linked, but read where it is: %s", shard, exn)
         if opened is None:
             return other

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 #: Attempts to rename into a key's directory, which other processes may remove or fill.
 _RENAME_ATTEMPTS = 100
-#: Errors of `os.link` if the filesystem cannot link, or if the other entry is gone.
-_CANNOT_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT})
 #: Errors of renaming a directory to a name that another directory has.
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 #: Nanoseconds between the times of two versions; some filesystems store whole seconds.
@@ -431,8 +429,8 @@ class Store:
                 entry.path.parent.rmdir()
         return removed
 
-    def link(self, other: Opened, metadata: Metadata, basename: str) -> bool:
-        """Publish a hard link to another namespace's entry; return False if it is impossible."""
+    def link(self, other: Opened, metadata: Metadata, basename: str) -> None:
+        """Publish a hard link to another namespace's entry. Raises OSError if it is impossible."""
         modes, identity = self.layout.modes, (metadata.key, metadata.info.version, metadata.size)
         staging, entry = self.layout.new_partial(*identity), self.layout.entry(*identity)
         try:
@@ -443,12 +441,8 @@ class Store:
             staging.rename(entry)
         except system_error() as exn:
             remove_directory(staging, basename)
-            if exn.errno in _TAKEN:
-                return True
-            if exn.errno in _CANNOT_LINK:
-                return False
-            raise
-        return True
+            if exn.errno not in _TAKEN:
+                raise
 
 
 def set_aside(directory: Path, reason: str) -> bool:

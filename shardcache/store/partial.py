@@ -50,8 +50,6 @@ _RECORDS_PER_READ = 256
 #: Largest journal in bytes. S3's largest object, of 5 TB, has a journal of 120 MB.
 _MAX_JOURNAL = 1 << 27
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
-#: Errors of claiming a partial that is gone, another user's, or in a lower layer of an overlay.
-_UNCLAIMED = files.ABSENT | {errno.EBUSY, errno.EACCES, errno.EPERM, errno.EXDEV}
 
 
 class LostError(Exception):
@@ -235,9 +233,7 @@ class Partial:
                 parts = file, journal, records_at, data[records_at:], False
                 partial = cls(claimed / basename, metadata, *parts)
                 partial._write_header()
-            except (system_error(), DamagedError) as exn:
-                if isinstance(exn, OSError) and exn.errno not in _UNCLAIMED:
-                    raise
+            except (system_error(), DamagedError):
                 remove_directory(claimed, basename)
                 return None
             stack.pop_all()

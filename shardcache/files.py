@@ -351,9 +351,7 @@ def locked_if_free(
     try:
         try:  # without `open_file`, as in `read_file`
             fds.extend(map(os.open, (path,), (SAFELY,)))
-            free = try_flock(fds[0], shared=shared)
-            if free:
-                free = is_file(path, fds[0])
+            free = try_flock(fds[0], shared=shared) and is_file(path, fds[0])
         except system_error() as exn:
             if exn.errno in GONE or (of is not None and exn.errno in NOT_DATA):
                 free = True

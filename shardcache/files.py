@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardcache import clock
 from shardcache.config import group_name
@@ -27,6 +27,8 @@ from shardcache.faults import ignoring, system_error
 from shardcache.threads import no_fork
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds between attempts if a directory exists according to mkdir (EEXIST) but not according to
 #: stat: an NFS client remembers for a few seconds that a name was absent.
@@ -225,20 +227,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def sync_directory(path: Path) -> None:
     """Write a directory to the disk (fsync), so that the names in it survive a power loss."""
-    with descriptor(path.resolve(), os.O_DIRECTORY) as fd:
-        os.fsync(fd)
+    with_descriptor(path.resolve(), os.O_DIRECTORY, os.fsync)
 
 
-@contextlib.contextmanager
-def descriptor(path: Path | str, flags: int = 0) -> Iterator[int]:
-    """Open a file or directory for reading, but not through a symbolic link; yield the descriptor.
+def with_descriptor(path: Path | str, flags: int, function: Callable[[int], T]) -> T:
+    """Open a file or directory for reading, but no symbolic link; pass it to ``function``.
 
-    Cheaper than `open_file`, for callers that open thousands of files.
+    Cheaper than `open_file` and a context manager: each miss calls this often.
     """
     fds: list[int] = []
     try:
         fds.extend(map(os.open, (path,), (flags | SAFELY,)))  # as in `owned`
-        yield fds[0]
+        return function(fds[0])
     finally:
         for fd in fds:
             os.close(fd)
@@ -247,8 +247,7 @@ def descriptor(path: Path | str, flags: int = 0) -> Iterator[int]:
 def list_names(directory: Path | str) -> list[str]:
     """Return the names in a directory, or no names if it is missing or a symbolic link."""
     try:
-        with descriptor(directory, os.O_DIRECTORY) as fd:
-            return os.listdir(fd)  # noqa: PTH208 - only the names are needed
+        return with_descriptor(directory, os.O_DIRECTORY, os.listdir)
     except system_error() as exn:
         if exn.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return []
@@ -297,9 +296,8 @@ def remove_old(path: Path, age: float = IDLE_GRACE) -> None:
 
 def read_file(path: Path | str, limit: int = MAX_RECORD) -> bytes:
     """Read up to ``limit`` bytes of a file without following a symbolic link or blocking."""
-    with descriptor(path) as fd:
-        # Not `limit` alone, because Python allocates as many bytes first.
-        return os.read(fd, min(limit, os.fstat(fd).st_size))
+    # Not `limit` alone, because Python allocates as many bytes first.
+    return with_descriptor(path, 0, lambda fd: os.read(fd, min(limit, os.fstat(fd).st_size)))
 
 
 def read_json(path: Path) -> Any:

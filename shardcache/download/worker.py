@@ -317,7 +317,8 @@ class Worker:
             # Only the origin has a new version.
             self._sources = iter([resources.origins.of(shard)]) if download.outdated else sources
             self._source = next(self._sources)
-        source, partial = self._source, None if lock is None else self._resume(lock)
+        source = self._source
+        partial = None if lock is None else self._resume(lock)
         if partial is not None and source.stated is not None:
             begun, copied = partial.metadata, (source.stated.version, source.digest or "")
             # The bytes of the upstream could not be proven together with those of the partial.

@@ -211,9 +211,9 @@ def remove_directory(directory: Path, name: str | None = None) -> None:
 
 def _remove_files(directory: Path, name: str | None = None) -> list[str]:
     """Remove the files of shardcache from a directory; return the names of all others."""
-    foreign = []
-    with files.descriptor(directory, os.O_DIRECTORY) as fd:
-        names = os.listdir(fd)  # noqa: PTH208 - names are enough
+
+    def remove(fd: int) -> list[str]:
+        foreign, names = list[str](), os.listdir(fd)
         data = name or _recorded_name(directory)
         if data is None and len(candidates := _data_names(names)) == 1:
             # A lone file counts as shardcache's only if it is closed to other users, as those are.
@@ -231,4 +231,6 @@ def _remove_files(directory: Path, name: str | None = None) -> list[str]:
                 if exn.errno not in (errno.EISDIR, errno.EBUSY):
                     raise
                 foreign.append(child)  # a directory or a mount point
-    return foreign
+        return foreign
+
+    return files.with_descriptor(directory, os.O_DIRECTORY, remove)

@@ -343,3 +343,11 @@ def test_directories_of_another_user_do_not_prevent_caching(public: Path) -> Non
         (parent / TOKEN).mkdir(mode=0o700, parents=True)
     layout.new_hidden(TOKEN).mkdir(mode=0o700)
     assert ask(ANNA, fetch_in, public / "cache") == ""
+
+
+def test_an_entry_behind_a_link_is_a_miss(make_cache, origin, tmp_path):
+    origin.objects[URL] = SHARD
+    key_dir = make_cache().fetch(URL).path.parent
+    key_dir.rename(tmp_path / "elsewhere")
+    key_dir.symlink_to(tmp_path / "elsewhere")
+    assert make_cache().path(URL) is None

@@ -50,7 +50,7 @@ is_temporary_name = re.compile(rf"\.[A-Za-z0-9.]+\.{_RANDOM}").fullmatch
 #: A file that says something about shards or processes, and holds no shard.
 is_record_name = re.compile(
     rf"(?:{_KEY}|budget|clean|downloads|[a-z]+-\d+)\.lock|{_LEASE}|{_KEY}\.(?:pin|session)|"
-    rf"{_KEY}\.{_RANDOM}\.wait|[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage|refusal"
+    rf"[A-Za-z0-9._-]+\.streamed|stats\.db(?:-[a-z]+)?|limits|usage|refusal"
 ).fullmatch
 #: The namespace of a rank or a job, named by `ranks.safe_name`.
 is_namespace_name = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}").fullmatch

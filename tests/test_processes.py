@@ -64,7 +64,7 @@ def test_others_resume_the_download_of_a_killed_process(url, proxy, layout):
         wait_until(lambda: written(layout) >= len(SHARD) // 2 - 4 * BLOCK)
         for other in others:
             other.tell()
-        wait_until(lambda: len(list(layout.sessions.glob("*.wait"))) == 3)
+        wait_until(lambda: len(list(layout.sessions.glob("*.session"))) == 4)
         victim.kill()
         proxy.resume()
         assert [other.hear() for other in others] == [STORED] * 3

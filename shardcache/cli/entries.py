@@ -51,7 +51,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "BEGUN": ("begun_at", lambda moment: format_age(time.time() - moment.timestamp())),
     "FETCHED": ("fetched_at", local_time),
     "RATE": ("bytes_per_second", units.format_rate),
-    "TIME": ("seconds", units.format_duration),
     **{name.upper(): (name, str) for name in ("state", "version", "path", "holder", "dir")},
 }
 

@@ -41,7 +41,7 @@ SKIPPED = 100
 _NAME = 16
 #: Titles of columns of words. All columns but these and the first one have figures.
 _WORDS = {
-    "STATE", "VERSION", "PATH", "HOLDER", "DIR", "REASON", "PROCESS", "WAITS FOR", "VALUE",
+    "STATE", "VERSION", "PATH", "HOLDER", "DIR", "REASON", "PROCESS", "VALUE",
     "SOURCE",
 }  # fmt: skip
 #: Maximum number of rows of a table that rich draws: 10,000 take 2.5 s.

@@ -46,14 +46,12 @@ from shardcache.clock import utc
 from shardcache.config import __version__
 from shardcache.errors import ConfigError
 from shardcache.layout import MANIFEST
-from shardcache.locks.keys import Holder, read_holder
-from shardcache.locks.sessions import live_sessions, live_waits
+from shardcache.locks.sessions import live_sessions
 from shardcache.space.memory import Volume
 from shardcache.stats import database
 from shardcache.stats.database import Sample
 from shardcache.stats.summary import METRICS, WAITED, Stats, by_rank, exposition, summed, summed_by
 from shardcache.sync import atomic_write
-from shardcache.tiers import lock_layout
 from shardcache.units import counted, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
@@ -344,27 +342,7 @@ def snapshots(cache: Cache) -> Iterator[Row]:
             "ranks": {rank: stats for rank, stats in by_rank(changed).items() if stats.opens},
             "fetches": sorted(live, key=lambda row: (-row["written_bytes"], row["url"])),
             "tiers": _tiers(cache),
-            "waits": sorted(_waiting(cache), key=lambda row: (-row["seconds"], row["url"])),
         }
-
-
-def _waiting(cache: Cache) -> Iterator[Row]:
-    """Yield the processes that wait for the download of another one."""
-    for store in cache.process.stores():
-        locks = lock_layout(cache.process.last_tier, store.layout.base)
-        for key, waiter in live_waits(store.layout):
-            holder = read_holder(locks.holder(key))
-            yield {
-                "url": waiter.url or key,
-                **_process(waiter),
-                "since": utc(waiter.started),
-                "seconds": max(0.0, clock.time() - waiter.started),
-                "holder": _process(holder) if holder else None,
-            }
-
-
-def _process(holder: Holder) -> Row:
-    return {"pid": holder.pid, "host": holder.host, "rank": holder.rank, "job": holder.job}
 
 
 @command("top")
@@ -440,21 +418,13 @@ def frame(snapshot: Row, hint: str = "") -> RenderableType:
         for rank, stats in {"all": snapshot["total"], **(ranks if len(ranks) > 1 else {})}.items()
     ]
     parts.append(Fitted(["RANK", *_ROW_TITLES], rates))
-    fetches, waits = snapshot["fetches"], snapshot["waits"]
+    fetches = snapshot["fetches"]
     running = f"\n{counted(len(fetches), 'download')} running"
     parts.append(Text(running, "green" if fetches else ""))
     if fetches:
         titles = ["SHARD", "DONE", "RATE"]
         rows = [[*(cell(row, title) for title in titles), _name(row)] for row in fetches]
         parts.append(Fitted([*titles, "PROCESS"], rows))
-    if waits:
-        waiting = counted(len(waits), "waiting process", "waiting processes")
-        rows = [
-            [cell(row, "SHARD"), cell(row, "TIME"), _name(row["holder"] or {}), _name(row)]
-            for row in waits
-        ]
-        titles = ["SHARD", "TIME", "WAITS FOR", "PROCESS"]
-        parts += [Text(f"\n{waiting}", "yellow"), Fitted(titles, rows)]
     return Group(*parts)
 
 

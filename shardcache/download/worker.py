@@ -28,7 +28,6 @@ from shardcache.faults import FULL, is_disk_fault, is_local_error, system_error
 from shardcache.files import is_directory, modified, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
 from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
-from shardcache.locks.sessions import Session
 from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
 from shardcache.origins.retry import Retries
 from shardcache.space.eviction import Policy
@@ -59,8 +58,6 @@ _CHANGED, _MISMATCHED, _LOST = 3, 1, 4
 _FIRST_POLL, _LAST_POLL = 0.02, 0.25
 #: Seconds between two log records about a wait.
 _ANNOUNCE_EVERY = 10.0
-#: Seconds after which `shardcache top` shows a wait.
-_NOTE_AFTER = 0.5
 
 _Lock: TypeAlias = KeyLock | KeyLease
 #: The record of the holder of a lock, the journal of its partial, and the time of the record.
@@ -243,54 +240,49 @@ class Worker:
         LockTimeoutError after ``lock_timeout`` seconds.
         """
         download, directories, config = self._download, self._directories, self._resources.config
-        shard, waiter = download.shard, directories.holder()._replace(url=str(download.shard))
         start = now = grew = announced = clock.monotonic()
         download.note_waiting(None)
-        poll, seen = _FIRST_POLL, self._read_holder()
-        with contextlib.ExitStack() as stack:
-            while True:
-                download.give_way()
-                is_stale = now - grew >= config.stale_after
-                if is_stale and (slot := directories.slot("private", _PRIVATE)):
-                    text = "%s: %s; downloading it here, too"
-                    logger.warning(text, shard, _describe(seen, now - grew))
-                    return slot
-                download.sleep(poll * clock.randomness.uniform(0.5, 1.0))
-                poll = min(poll * 1.5, _LAST_POLL)
-                before, seen, last = seen, self._read_holder(), now
-                now = clock.monotonic()
-                grew = grew if seen == before else now
-                waited, (holder, journal, _) = now - start, seen
-                if (opened := directories.lookup(shard, download.outdated)) is not None:
-                    return opened
-                if waited >= config.lock_timeout:
-                    raise LockTimeoutError(
-                        f"{shard} was not in the cache after {format_duration(waited)}: "
-                        f"{_describe(seen, now - grew)}. Look at that process, or raise "
-                        "lock_timeout.",
-                        url=str(shard),
-                        holder=holder,
-                        waited=waited,
-                    )
-                if now - announced >= _ANNOUNCE_EVERY:
-                    announced = now
-                    facts = {  # docs/observing.md describes them
-                        "event": "waiting",
-                        "shard": str(shard),
-                        "seconds": waited,
-                        "holder_pid": holder.pid if holder else None,
-                        "holder_host": holder.host if holder else None,
-                        "holder_rank": holder.rank if holder else None,
-                        "written": journal.written if journal else None,
-                        "size": journal.metadata.info.size if journal else None,
-                    }
-                    values = shard, format_duration(waited), _describe(seen, now - grew)
-                    logger.warning("%s: waiting for %s, %s", *values, extra=facts)
-                if last - start < _NOTE_AFTER <= waited:
-                    note = Session(directories.layout, waiter.started, (shard.key, waiter))
-                    stack.callback(note.close)
-                if lock.try_acquire(directories.holder()):
-                    return None
+        shard, poll, seen = download.shard, _FIRST_POLL, self._read_holder()
+        while True:
+            download.give_way()
+            is_stale = now - grew >= config.stale_after
+            if is_stale and (slot := directories.slot("private", _PRIVATE)):
+                text = "%s: %s; downloading it here, too"
+                logger.warning(text, shard, _describe(seen, now - grew))
+                return slot
+            download.sleep(poll * clock.randomness.uniform(0.5, 1.0))
+            poll = min(poll * 1.5, _LAST_POLL)
+            before, seen = seen, self._read_holder()
+            now = clock.monotonic()
+            grew = grew if seen == before else now
+            waited, (holder, journal, _) = now - start, seen
+            if (opened := directories.lookup(shard, download.outdated)) is not None:
+                return opened
+            if waited >= config.lock_timeout:
+                raise LockTimeoutError(
+                    f"{shard} was not in the cache after {format_duration(waited)}: "
+                    f"{_describe(seen, now - grew)}. Look at that process, or raise "
+                    "lock_timeout.",
+                    url=str(shard),
+                    holder=holder,
+                    waited=waited,
+                )
+            if now - announced >= _ANNOUNCE_EVERY:
+                announced = now
+                facts = {  # docs/observing.md describes them
+                    "event": "waiting",
+                    "shard": str(shard),
+                    "seconds": waited,
+                    "holder_pid": holder.pid if holder else None,
+                    "holder_host": holder.host if holder else None,
+                    "holder_rank": holder.rank if holder else None,
+                    "written": journal.written if journal else None,
+                    "size": journal.metadata.info.size if journal else None,
+                }
+                values = shard, format_duration(waited), _describe(seen, now - grew)
+                logger.warning("%s: waiting for %s, %s", *values, extra=facts)
+            if lock.try_acquire(directories.holder()):
+                return None
 
     def _read_holder(self) -> _Seen:
         """Read what the holder of the lock shows of itself, and let readers follow its partial."""

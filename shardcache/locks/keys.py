@@ -39,7 +39,7 @@ _REFUSALS = FULL | {errno.EROFS, errno.EACCES}
 
 
 class Holder(NamedTuple):
-    """The record of a process that downloads a key or waits for it; no decision depends on it."""
+    """The record of a process that downloads a key; no decision depends on it."""
 
     pid: int  #: process id in the pid namespace of the process
     host: str
@@ -47,7 +47,6 @@ class Holder(NamedTuple):
     job: str | None
     started: float  #: seconds since the epoch
     partial: str | None = None  #: directory name of the partial, once there is one
-    url: str | None = None  #: URL, without credentials, of the shard that the process waits for
 
     @classmethod
     def this_process(cls, rank: int | None = None, job: str | None = None) -> Holder:
@@ -66,7 +65,7 @@ class Holder(NamedTuple):
             # Check the record: commands print it, and other members of the group can write it.
             is_valid = isinstance(holder.pid, int) and isinstance(holder.rank, int | None)
             is_valid = is_valid and holder.host.isprintable() and 0 <= holder.started < 1e11
-            texts = holder.job, holder.partial, holder.url
+            texts = holder.job, holder.partial
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
         return holder if is_valid and all(isinstance(text, str | None) for text in texts) else None

@@ -1,10 +1,10 @@
-"""The processes that use a cache, and those that wait for a download.
+"""The processes that use a cache.
 
-Each process keeps its session's file locked by flock, and while it waits for a download, a
-``.wait`` file. The modification time of a session's file is the time when the job began to use the
-cache. A child (a DataLoader worker, forked or spawned) creates a session with its parent's start,
-so that the workers of a later epoch do not look like a new job. The processes of a job share its
-notes, ``<job>-<kind>.streamed``. A process that lists them removes those of dead processes.
+Each process keeps the file of its session locked by flock. The file's modification time is the time
+when the job began to use the cache. A child (a DataLoader worker, forked or spawned) creates a
+session with its parent's start, so that the workers of a later epoch do not look like a new job.
+The processes of a job share its notes, ``<job>-<kind>.streamed``. A process that lists sessions
+removes those of dead processes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from shardcache import clock, files
 from shardcache.faults import ignoring, system_error
 from shardcache.layout import Layout
-from shardcache.locks.keys import Holder, KeyLock, read_holder
+from shardcache.locks.keys import Holder, KeyLock
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[0-9a-f]{32}\.(session|[0-9a-f]{32}\.wait)")
+_NAME = re.compile(r"[0-9a-f]{32}\.session")
 _NOTE = ".streamed"
 #: Attempts to lock a new file, which a filesystem without locks may refuse each time.
 _ATTEMPTS = 1000
@@ -33,15 +32,12 @@ _ATTEMPTS = 1000
 class Session:
     """A file in ``sessions`` that this process keeps locked until `close`, or until it exits.
 
-    ``started`` is in seconds since the epoch. With ``waits``, a key and the record of this process,
-    a ``.wait`` file is created instead of a session.
+    ``started`` is in seconds since the epoch.
     """
 
-    def __init__(
-        self, layout: Layout, started: float, waits: tuple[str, Holder] | None = None
-    ) -> None:
-        token, holder = files.random_token(), waits[1] if waits else Holder.this_process()
-        self.path = layout.sessions / (f"{waits[0]}.{token}.wait" if waits else f"{token}.session")
+    def __init__(self, layout: Layout, started: float) -> None:
+        holder = Holder.this_process()
+        self.path = layout.sessions / f"{files.random_token()}.session"
         self._lock = KeyLock(self.path, layout.modes)
         try:
             layout.modes.make_directory(layout.sessions, levels=0)
@@ -65,16 +61,9 @@ class Session:
 
 def live_sessions(layout: Layout) -> list[float]:
     """Return the start of each live session, in seconds since the epoch; remove dead sessions."""
-    return [date for path in _files(layout, ".session") if (date := _live_since(path)) is not None]
-
-
-def live_waits(layout: Layout) -> Iterator[tuple[str, Holder]]:
-    """Yield the key and the `Holder` of each process that waits for a download. Remove nothing."""
-    for path in _files(layout, ".wait"):
-        # An exclusive lock would look like a wait to other processes that list the waits.
-        with ignoring(OSError), files.locked_if_free(path, shared=True) as free:
-            if not free and (waiter := read_holder(path)):
-                yield path.name.partition(".")[0], waiter
+    names = sorted(filter(_NAME.fullmatch, files.list_names(layout.sessions)))
+    dates = (_live_since(layout.sessions / name) for name in names)
+    return [date for date in dates if date is not None]
 
 
 def leave_note(layout: Layout, name: str) -> bool:
@@ -93,18 +82,11 @@ def leave_note(layout: Layout, name: str) -> bool:
 
 def remove_dead(layout: Layout) -> None:
     """Remove the files of dead processes, and the notes older than every live session."""
-    for path in _files(layout, ".wait"):
-        _live_since(path)
     oldest = min(live_sessions(layout), default=math.inf)
     for note in files.list_names(layout.sessions):
         with ignoring(OSError):  # it is gone, or it is a directory
             if note.endswith(_NOTE) and (layout.sessions / note).lstat().st_mtime < oldest:
                 (layout.sessions / note).unlink()
-
-
-def _files(layout: Layout, suffix: str) -> list[Path]:
-    names = sorted(filter(_NAME.fullmatch, files.list_names(layout.sessions)))
-    return [layout.sessions / name for name in names if name.endswith(suffix)]
 
 
 def _live_since(path: Path) -> float | None:

@@ -15,7 +15,6 @@ import pytest
 
 from shardcache.errors import LockTimeoutError, TransferError
 from shardcache.layout import META
-from shardcache.locks.sessions import live_waits
 from shardcache.origins.base import TransientError
 from shardcache.store.entry import Store
 from tests.support import caches, storetools
@@ -263,10 +262,14 @@ def test_a_waiter_that_was_stopped_for_long_finds_the_shard(make_cache, origin):
     cache, more = make_cache(), origin.hold(BLOCK)
 
     def wait(parent):
-        parent.say(make_cache(lock_timeout=1).fetch(URL).size)
+        with ThreadPoolExecutor() as pool:
+            fetching = pool.submit((waiter := make_cache(lock_timeout=1)).fetch, URL)
+            wait_until(lambda: any(each.is_waiting for each in unfinished(waiter)))
+            parent.say("waits")
+            parent.say(fetching.result().size)
 
     with cache.open(URL) as stream, forked(wait) as child:
-        wait_until(lambda: list(live_waits(layout_of(cache.dir))))
+        assert child.hear() == "waits"
         child.kill(signal.SIGSTOP)
         more.set()
         assert stream.read() == DATA

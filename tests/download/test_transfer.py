@@ -206,7 +206,7 @@ def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
     cache = make(attempts=100, connections=1 if during == "no connection" else 4)
     download, real = Download(cache.process.downloads, parse_url(URL)), origin.stat
     waits = {
-        "another download": lambda: list(cache.dir.glob("v1/sessions/*.wait")),
+        "another download": lambda: download.is_waiting,
         "no connection": lambda: cache.process.resources.connections._waiting,
         "retries": lambda: len(origin.requests) >= 3,
         "checksum": lambda: download.progress().written == SIZE,

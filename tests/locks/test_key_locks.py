@@ -1,10 +1,12 @@
 """The lock of a key is one lock for all options of a cache."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
+from shardcache.locks.keys import Holder, read_holder
 from tests.support import caches
 from tests.support.storetools import BLOCK, damage, wait_until
 from tests.support.tars import make_tar
@@ -37,3 +39,14 @@ def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(
         assert (finding.state, finding.set_aside) == ("damaged", False)
     assert caches.read(cache, URL) == origin.objects[URL]
     wait_until(lambda: not list(tmp_path.rglob("locks/??/*")))  # the download leaves no lock file
+
+
+@pytest.mark.parametrize(
+    "change", [{"pid": "12"}, {"host": "\x1b[2J"}, {"more": 1}, {"job": 5}, None]
+)
+def test_an_invalid_record_of_a_holder_is_ignored(tmp_path, change):
+    path, holder = tmp_path / "a.lock", Holder(12, "node-7", 5, None, 1_000_010.0)
+    path.write_bytes(holder.encode())
+    assert read_holder(path) == holder
+    path.write_text(json.dumps(change and holder._asdict() | change))
+    assert read_holder(path) is None

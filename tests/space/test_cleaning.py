@@ -66,7 +66,6 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     publish(rank, "s3://lab/r.tar", bytes(SIZES[4]), used=2.5)
     leave(layout)
     assert set_aside(publish(store, "s3://lab/bad.tar", bytes(100)).path, "test")
-    (layout.sessions / f"{'0' * 32}.{'0' * 32}.wait").touch()
     live = begun(layout, "s3://lab/live.tar")
     limits, before = CASES[case](layout.base), tree(layout.base)
     with store.open(parse_url("s3://lab/1.tar").key, "1.tar").file:

@@ -305,7 +305,6 @@ PLANTED: list[tuple[str, Callable[[Path], object]]] = [
     (f"sessions/{TOKEN}.session", make_socket),
     (f"sessions/{TOKEN}.session", full_directory),
     (f"sessions/{TOKEN}.session", lambda path: path.symlink_to("nowhere")),
-    (f"sessions/{TOKEN}.{TOKEN}.wait", make_socket),
     ("sessions/job.streamed", full_directory),
     (f"partial/{TOKEN}.{TOKEN[:24]}-5.{TOKEN}", deep_tree),
 ]

@@ -23,6 +23,7 @@ from tests.support.webservers import Scripted, answer, part_of, running
 NODE, PROCESS, FEW = 64, 32, 2  # limits of connections
 FAR, SLOW, FAST = 0.03, 0.01, 0.001  # seconds until the first byte
 URLS = [f"s3://lab/{number}.bin" for number in range(5)]
+OBJECTS = dict.fromkeys(URLS, payload(3 * BLOCK))
 
 
 class Store(Scripted):
@@ -129,9 +130,8 @@ def test_the_server_that_was_used_last_keeps_its_connections(make_cache, serve):
 
 
 @pytest.fixture
-def cache(make_cache, origin):
+def cache(make_cache):
     """A cache whose shards have three parts each."""
-    origin.objects.update(dict.fromkeys(URLS, payload(3 * BLOCK)))
     return make_cache(part_size=BLOCK)
 
 

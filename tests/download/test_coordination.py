@@ -24,12 +24,8 @@ from tests.support.storetools import BLOCK, PATIENCE, forked, layout_of, refusin
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/other.tar"
-DATA, NEWER = (make_tar(seed, members=3, size=BLOCK) for seed in (1, 2))
-
-
-@pytest.fixture(autouse=True)
-def _object(origin):
-    origin.objects[URL] = DATA
+DATA = make_tar(1, members=3, size=BLOCK)
+OBJECTS = {URL: DATA, OTHER: make_tar(2, members=2, size=2 * BLOCK)}
 
 
 def read(cache):
@@ -173,7 +169,6 @@ def test_a_resumed_download_needs_no_additional_room(make_cache, origin, tmp_pat
     limit = room(tmp_path, len(DATA)) + more
     cache = make_cache(max_size=limit)
     if more > 0:  # a dead download reserves no room
-        origin.objects[OTHER] = make_tar(2, members=2, size=2 * BLOCK)
         assert cache.fetch(OTHER).size > more
     assert streamed(cache) != stored
     assert room(tmp_path, *(entry.size for entry in cache.entries())) <= limit
@@ -213,9 +208,8 @@ def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatc
 @pytest.mark.locks_work("answers")
 @pytest.mark.parametrize("times", [1, 1000])
 @pytest.mark.parametrize("at", [0, 2 * BLOCK])
-def test_a_full_disk_makes_room_once_then_streams(make_cache, origin, monkeypatch, times, at):
+def test_a_full_disk_makes_room_once_then_streams(make_cache, monkeypatch, times, at):
     """Even if the reader has already received some bytes."""
-    origin.objects[OTHER] = NEWER
     first = make_cache()
     os.utime(first.fetch(OTHER).path / META, (1, 1))  # by an earlier job
     first.close()

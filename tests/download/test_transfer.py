@@ -22,12 +22,12 @@ URL, OTHER = "s3://lab/train-0000.bin", "s3://lab/other.bin"
 SIZE = 5 * BLOCK + 777
 DATA = random.Random(1).randbytes(SIZE)
 NEWER = DATA[::-1]
+OBJECTS = {URL: DATA, OTHER: DATA}
 
 
 @pytest.fixture
-def make(make_cache, origin):
+def make(make_cache):
     """Makes caches that download parts of two blocks."""
-    origin.objects[URL] = DATA
     defaults = {"part_size": 2 * BLOCK, "connections": 4, "attempts": 3}
     return lambda **options: make_cache(**{**defaults, **options})
 
@@ -215,7 +215,6 @@ def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
         if during == "another download":
             end.callback(held_elsewhere(cache, URL).release)
         elif during == "no connection":
-            origin.objects[OTHER] = DATA
             end.callback(origin.hold(0).set)
             pool.submit(read, cache, OTHER)
             wait_until(lambda: origin.requests)

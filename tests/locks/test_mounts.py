@@ -18,7 +18,8 @@ from tests.support.caches import read
 from tests.support.storetools import age, layout_of
 from tests.support.tars import make_tar
 
-URL = "s3://lab/a.tar"
+URL, OTHER = "s3://lab/a.tar", "s3://lab/b.tar"
+OBJECTS = dict.fromkeys((URL, OTHER), make_tar(1))
 
 TABLE = """\
 22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,errors=remount-ro
@@ -114,7 +115,7 @@ def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_pa
 
 
 @pytest.mark.locks_work("flock")
-def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkeypatch, caplog):
+def test_leases_lock_no_file_of_the_cache(make_cache, root, node, monkeypatch, caplog):
     locked, real = [], fcntl.flock
 
     def watched(fd: int, operation: int) -> None:
@@ -123,10 +124,9 @@ def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkey
 
     monkeypatch.setattr(fcntl, "flock", watched)
     on("nfs4", monkeypatch)
-    origin.objects[URL] = origin.objects["s3://lab/b.tar"] = make_tar(1)
     with caplog.at_level(logging.WARNING, "shardcache"):
         cache = make_cache(dir=root, max_size="1MB")
-        assert read(cache, URL) == read(cache, "s3://lab/b.tar") == make_tar(1)
+        assert read(cache, URL) == read(cache, OTHER) == OBJECTS[URL]
     [record] = caplog.records
     assert "leases" in record.getMessage() and "1h" in record.getMessage()
     assert cache.clean(everything=True).removed == ()  # too recently used
@@ -139,16 +139,15 @@ def test_leases_lock_no_file_of_the_cache(make_cache, origin, root, node, monkey
 
 
 @pytest.mark.locks_work
-def test_all_processes_lock_as_the_one_that_made_the_cache(make_cache, origin, root, run):
+def test_all_processes_lock_as_the_one_that_made_the_cache(make_cache, root, run):
     def stays() -> bool:
         cleaned = run("--dir", root, "clean", "--all", "-y")[1]
         return run("--dir", root, "rm", "-y", URL)[0] == 6 and "kept 1 shard" in cleaned
 
-    origin.objects[URL] = make_tar(1)
     with make_cache(dir=root, locks="lease") as running:
         running.fetch(URL)
     assert stays()  # used within the last hour
-    assert read(make_cache(dir=root), URL) == make_tar(1)
+    assert read(make_cache(dir=root), URL) == OBJECTS[URL]
 
 
 @pytest.mark.locks_work("answers")
@@ -168,11 +167,10 @@ def test_another_kind_of_lock_is_refused(root, run, monkeypatch, made, locks, ki
         assert code == 2 and f"is locked by {made}" in err
 
 
-def test_nodes_that_share_a_cache_may_have_booted_at_other_times(make_cache, origin, monkeypatch):
-    origin.objects[URL] = make_tar(1)
+def test_nodes_that_share_a_cache_may_have_booted_at_other_times(make_cache, monkeypatch):
     with make_cache(locks="lease") as cache:
         sidecar = cache.fetch(URL).path / META
     before = sidecar.stat()
     monkeypatch.setattr("shardcache.store.entry.boot_id", lambda: "of another node")
-    assert read(make_cache(locks="lease"), URL) == make_tar(1)
+    assert read(make_cache(locks="lease"), URL) == OBJECTS[URL]
     assert sidecar.stat().st_ino == before.st_ino  # it was not hashed

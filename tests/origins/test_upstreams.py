@@ -25,6 +25,7 @@ URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=50, size=40_000)
 ALIKE = make_tar(8, members=50, size=40_000)  # as large
 LARGE = make_tar(3, members=200, size=60_000)
+OBJECTS = {URL: DATA}
 SIDECAR = "0.tar.shardcache.json"
 
 
@@ -36,9 +37,8 @@ def nas(tmp_path):
 
 
 @pytest.fixture
-def node(make_cache, origin, tmp_path):
+def node(make_cache, tmp_path):
     """Each call makes the cache of another node."""
-    origin.objects[URL] = DATA
     count = iter(range(100))
     return lambda *upstreams, **options: make_cache(
         **{"dir": tmp_path / f"node-{next(count)}", "upstreams": list(upstreams)} | options

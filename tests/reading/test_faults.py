@@ -20,12 +20,12 @@ URL, SMALL_URL = "s3://lab/train-0000.tar", "s3://lab/small.bin"
 PART = BLOCK // 2
 DATA, NEWER = (make_tar(seed, members=3, size=PART) for seed in (1, 2))
 SMALL = payload(2000)
+OBJECTS = {URL: DATA, SMALL_URL: SMALL}
 
 
 @pytest.fixture
 def warm(make_cache, origin):
     """A cache that contains the shards."""
-    origin.objects.update({URL: DATA, SMALL_URL: SMALL})
     cache = make_cache()
     for url in (URL, SMALL_URL):
         cache.fetch(url)
@@ -63,7 +63,6 @@ def test_after_a_read_error_the_rest_is_streamed(warm, break_reads, origin, capl
 
 
 def test_an_unreadable_file_is_not_linked_again(make_cache, origin, break_reads, monkeypatch):
-    origin.objects[URL] = DATA
     options = {"isolation": "job"}
     monkeypatch.setenv("SHARDCACHE_JOB", "one")
     assert read(make_cache(**options), URL) == DATA

@@ -19,13 +19,9 @@ from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
+OBJECTS = {URL: DATA}
 
 pytestmark = pytest.mark.locks_work
-
-
-@pytest.fixture(autouse=True)
-def _object(origin):
-    origin.objects[URL] = DATA
 
 
 @pytest.fixture

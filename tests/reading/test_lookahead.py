@@ -16,11 +16,7 @@ from tests.support.tars import make_tar
 SHARDS = 6
 URLS = [f"s3://lab/train-{number:04d}.tar" for number in range(SHARDS)]
 DATA = [make_tar(number) for number in range(SHARDS)]
-
-
-@pytest.fixture(autouse=True)
-def _objects(origin):
-    origin.objects.update(zip(URLS, DATA, strict=True))
+OBJECTS = dict(zip(URLS, DATA, strict=True))
 
 
 def running():

@@ -17,6 +17,7 @@ URL = URLS[0]
 LARGE = make_tar(1, 4, BLOCK // 2)  # 4 MiB: longer than the first part
 DATA = make_tar(1, members=50, size=40_000)
 OTHER = make_tar(2, members=50, size=40_000)
+OBJECTS = {URL: DATA}
 
 
 def read(cache, url=URL):
@@ -62,16 +63,14 @@ def test_a_response_without_a_reader_is_closed(make_cache, origin, large):
 
 
 @pytest.fixture
-def full(make_cache, origin):
+def full(make_cache):
     """Makes caches without room for a shard."""
-    origin.objects[URL] = DATA
     return lambda **options: make_cache(max_size=1000, **options)
 
 
 @pytest.mark.parametrize("max_size", [None, 1000], ids=["download", "past"])
 def test_a_server_that_ends_each_answer_early_gets_few_requests(make_cache, origin, max_size):
     """Fewer bytes than an attempt must receive."""
-    origin.objects[URL] = DATA
     origin.faults.extend([Fault(after=5000)] * 99)
     with pytest.raises(TransferError):
         read(make_cache(max_size=max_size, attempts=3, connections=1))
@@ -123,7 +122,6 @@ def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, fail_files, 
 @pytest.fixture
 def copy(make_cache, origin, tmp_path):
     """A copy of the shard on a NAS, written by another node."""
-    origin.objects[URL] = DATA
     (tmp_path / "nas").mkdir(exist_ok=True)
     place = {"url": str(tmp_path / "nas"), "write_back": True}
     with make_cache(dir=tmp_path / "first", upstreams=[place]) as cache:

@@ -20,6 +20,7 @@ from tests.support.tars import make_tar
 
 URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
+OBJECTS = {URL: DATA}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,6 @@ def test_a_stream_may_be_closed_at_every_call_that_a_download_makes(files):
 def test_a_reader_joins_while_the_last_one_is_collected(make_cache, origin, tmp_path, monkeypatch):
     """At each call in `Download.join`, the new reader still gets all bytes."""
     monkeypatch.setattr(download, "_ALMOST_COMPLETE", -1)
-    origin.objects[URL] = DATA
     for number in itertools.count():
         more, cache = origin.hold(BLOCK + 5), make_cache(dir=tmp_path / str(number))
         last, calls = next(cache.url_opener([URL]))["stream"].detach(), itertools.count()
@@ -81,7 +81,6 @@ def test_a_reader_joins_while_the_last_one_is_collected(make_cache, origin, tmp_
 
 def test_a_child_that_closes_its_copy_of_a_stream_keeps_and_counts_nothing(make_cache, origin):
     """An open shard cannot be evicted."""
-    origin.objects[URL] = DATA
     more = origin.hold(BLOCK + 5)
     cache = make_cache(connections=1)
     stream = cache.open(URL)
@@ -104,7 +103,6 @@ def test_a_child_that_closes_its_copy_of_a_stream_keeps_and_counts_nothing(make_
 @pytest.mark.parametrize("ends", ["whole", "broken"])
 @pytest.mark.parametrize("first", ["reader", "download"])
 def test_the_last_of_reader_and_download_closes_the_shard(make_cache, origin, recwarn, first, ends):
-    origin.objects[URL] = DATA
     more = origin.hold(BLOCK + 5)
     if ends == "broken":
         origin.faults.append(Fault(after=None))  # the next request
@@ -126,7 +124,6 @@ def test_a_repeated_request_leaves_no_reference_cycle(make_cache, origin, no_thr
     def fail():
         raise RepeatError("remedy", TransientError("503"), lambda: False)
 
-    origin.objects[URL] = DATA
     origin.faults.append(Fault(before=fail))
     before = [each for each in gc.get_objects() if type(each) is Download]
     make_cache(attempts=2).fetch(URL)

@@ -16,12 +16,12 @@ from tests.support.tars import make_tar
 
 URL = "s3://lab/a.tar"
 OLD, NEW = make_tar(1), make_tar(2)
+OBJECTS = {URL: OLD}
 
 
 @pytest.fixture(autouse=True)
-def _object(origin):
-    origin.objects[URL] = OLD
-    origin.states_checksums = False  # so that a download sends no HEAD
+def _downloads_send_no_head(origin):
+    origin.states_checksums = False
 
 
 @pytest.fixture(params=["one directory", "tiers", "a tier for one version"])

@@ -22,6 +22,7 @@ from tests.support.tars import make_tar
 
 KEY = "0123456789abcdef" * 2
 URL = "s3://lab/a.tar"
+OBJECTS = {URL: make_tar(1)}
 
 
 def test_a_root_describes_itself_and_is_completed(tmp_path: Path) -> None:
@@ -96,9 +97,8 @@ def test_a_root_with_a_symbolic_link_is_refused_and_not_cleaned(tmp_path, name):
             call()
 
 
-def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, origin, tmp_path):
-    root, shard = tmp_path / "cache", make_tar(1)
-    origin.objects[URL] = shard
+def test_the_layout_of_another_version_of_the_library_is_left_alone(make_cache, tmp_path):
+    root, shard = tmp_path / "cache", OBJECTS[URL]
     make_cache(dir=root).close()
     # The subtree of a newer library, with similar names.
     store = make_store(root / "newer")

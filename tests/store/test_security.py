@@ -29,6 +29,7 @@ URL, SHARD = "s3://lab/a.tar", make_tar(1)
 BIG_URL, BIG = "s3://lab/big.tar", make_tar(2, 700, 3000)
 TOKEN = "0" * 32
 PRECIOUS = b"precious" * 100
+OBJECTS = {URL: SHARD, BIG_URL: BIG}
 
 
 def fetch_in(root: Path) -> str:
@@ -92,8 +93,8 @@ def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(public, ki
 
 
 @pytest.mark.locks_work
-def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache, origin) -> None:
-    origin.objects[URL], cache = SHARD, make_cache()
+def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache) -> None:
+    cache = make_cache()
     entry, layout = cache.fetch(URL), layout_of(cache.dir)
     live = begun(layout, BIG_URL, BIG)
     names: list[str | bytes] = ["model.ckpt", "results.csv", ".hidden", "-rf", "a\nb", "\x1b[2J",
@@ -124,8 +125,8 @@ def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache, 
     live.close()
 
 
-def test_a_cache_without_a_manifest_is_not_touched(make_cache, origin) -> None:
-    origin.objects[URL], cache = SHARD, make_cache()
+def test_a_cache_without_a_manifest_is_not_touched(make_cache) -> None:
+    cache = make_cache()
     data = cache.fetch(URL).data
     (cache.dir / MANIFEST).unlink()
     for arguments in (("clean", "--all", "-y"), ("clean", "--orphans"), ("rm", "-y", URL)):
@@ -185,8 +186,7 @@ WAYS: dict[str, Callable[[Cache], object]] = {
 
 @pytest.mark.parametrize("way", [*WAYS, "partial", "without a shard"])
 @pytest.mark.locks_work("answers")
-def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origin, caplog, way):
-    origin.objects.update({URL: SHARD, BIG_URL: BIG})
+def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, caplog, way):
     cache = make_cache(policy="lru")
     layout = layout_of(cache.dir)
     if way == "partial":
@@ -217,8 +217,8 @@ def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, origi
 
 @needs_root
 @pytest.mark.parametrize("at", ["mnt", "", "a.tar"])
-def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> None:
-    origin.objects[URL], cache = SHARD, make_cache()
+def test_nothing_behind_a_mount_is_removed(make_cache, tmp_path, at) -> None:
+    cache = make_cache()
     entry, layout = cache.fetch(URL), layout_of(cache.dir)
     aside = layout.new_hidden(entry.key)
     entry.path.rename(aside)
@@ -249,8 +249,7 @@ def test_nothing_behind_a_mount_is_removed(make_cache, origin, tmp_path, at) -> 
         *("stats.db", "stats.db-journal", "stats.db-wal", "locks/downloads.lock"),
     ],
 )
-def test_link_targets_are_not_written(make_cache, origin, tmp_path, caplog, name, link, content):
-    origin.objects.update({URL: SHARD, BIG_URL: BIG})
+def test_link_targets_are_not_written(make_cache, tmp_path, caplog, name, link, content):
     with make_cache() as earlier:
         earlier.fetch(BIG_URL)
         earlier.pin(URL)
@@ -273,8 +272,8 @@ def test_link_targets_are_not_written(make_cache, origin, tmp_path, caplog, name
 
 @pytest.mark.parametrize("name", ["big.tar", PROGRESS])
 @pytest.mark.parametrize("harm", ["linked", "huge"])
-def test_a_linked_or_huge_partial_is_not_used(make_cache, origin, tmp_path, name, harm):
-    origin.objects[BIG_URL], cache = BIG, make_cache()
+def test_a_linked_or_huge_partial_is_not_used(make_cache, tmp_path, name, harm):
+    cache = make_cache()
     path = killed_download(layout_of(cache.dir)) / name
     victim, content = tmp_path / "thesis.txt", path.read_bytes()
     if harm == "linked":

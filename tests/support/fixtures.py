@@ -171,9 +171,9 @@ def shop(tmp_path: Path) -> Shop:
 
 
 @pytest.fixture
-def origin() -> MemoryOrigin:
-    """An origin in memory, with faults on demand."""
-    return MemoryOrigin()
+def origin(request: pytest.FixtureRequest) -> MemoryOrigin:
+    """An origin in memory, with faults on demand; a module may list its ``OBJECTS`` by URL."""
+    return MemoryOrigin(objects=dict(getattr(request.module, "OBJECTS", {})))
 
 
 @pytest.fixture

@@ -1,15 +1,9 @@
 """Jobs that share a cache without room for all their shards."""
 
-import contextlib
-import fcntl
 import itertools
 import json
 import os
-import random
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +12,8 @@ import pytest
 from shardcache.cache import Cache
 from tests.support.caches import read
 from tests.support.clitools import run_process
-from tests.support.disktools import disk, needs_root
 from tests.support.shop import Shop
-from tests.support.storetools import Parent, crowd, forked, layout_of, together
-from tests.support.tars import make_tar
+from tests.support.storetools import Parent, crowd, forked
 
 pytestmark = pytest.mark.locks_work
 
@@ -130,48 +122,3 @@ def test_ranks_link_a_shard_and_all_links_are_evicted_together(shop):
             report = cache.clean(everything=True)
         freed = shop.room(1, links=4) + shop.room(1)
         assert (len(report.removed), report.freed, report.kept) == (2, freed, 1)
-
-
-def disk_bytes(base: Path) -> int:
-    """Return the bytes on disk of all entries and partials."""
-    total = 0
-    # Objects first, so that no shard that is published now counts twice.
-    # `Path.glob` raises an error if a directory is removed before it is listed.
-    for name in (*glob(f"{base}/objects/*/*/*/*"), *glob(f"{base}/partial/*/*")):
-        if not (path := Path(name)).parent.name.startswith("evict"):
-            with contextlib.suppress(FileNotFoundError):
-                total += path.lstat().st_blocks * 512
-    return total
-
-
-@needs_root
-@pytest.mark.parametrize("policy", ["working-set", "lru"])
-def test_eight_processes_never_pass_the_limit_and_never_see_a_full_disk(tmp_path, policy):
-    shards = {str(tmp_path / f"{number}.tar"): make_tar(number, 10, 50_000) for number in range(24)}
-    for path, data in shards.items():
-        Path(path).write_bytes(data)
-    limit, root = 5 * len(data), tmp_path / "ram" / "cache"
-    layout, seen, ended = layout_of(root), list[int](), threading.Event()
-
-    def work(number: int) -> None:
-        with Cache(root, cache_local=True, max_size=limit, policy=policy) as cache:
-            for url in random.Random(number).sample(list(shards), 10):
-                assert read(cache, url) == shards[url]
-
-    def watch() -> None:
-        # Holds the lock of the budget, so that no process evicts during the count. Otherwise an
-        # evicted shard and its successor would both count.
-        while not ended.wait(0.005):
-            if (path := layout.named_lock("budget")).exists():
-                with path.open("rb+") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    seen.append(disk_bytes(layout.base))
-
-    with disk(tmp_path / "ram", "size=24m"), ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(watch)
-        try:
-            together(8, work)
-        finally:
-            ended.set()
-        watching.result()
-        assert 0 < max(seen) <= limit

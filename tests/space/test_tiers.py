@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from shardcache.cache import Cache
 from shardcache.errors import CacheFullError
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
-from tests.support.disktools import disk, limited_group, needs_root, remount
+from tests.support.disktools import disk, needs_root, remount
 from tests.support.shop import Shop
 from tests.support.storetools import layout_of
 from tests.support.tars import make_tar
@@ -208,63 +206,3 @@ def test_commands_find_the_tiers_of_a_job(shop, ram):
     shutil.rmtree(ram)
     run("prewarm", *shop.urls)  # not into a tier that is gone, and that no option names
     assert not ram.exists()
-
-
-_JOB = """
-import json, os, sys, time
-with open(sys.argv[1] + "/cgroup.procs", "w") as file:
-    file.write(str(os.getpid()))
-from shardcache import Cache
-import shardcache.tiers
-from shardcache.space.memory import memory_headroom
-home, ram, urls = sys.argv[2], sys.argv[3], sys.argv[4:]
-limit = lowest = memory_headroom().size
-shardcache.tiers._MEMORY_INTERVAL = 0.01
-def read(url):
-    with cache.open(url) as stream:
-        while stream.read(1 << 20):
-            pass
-def in_ram():
-    return sum(entry.size for entry in cache.entries() if ram in str(entry.path))
-with Cache(home, cache_local=True, min_free=0, tiers=[ram]) as cache:
-    tiers, held = [], []
-    for url in urls:
-        read(url)
-        tiers.append(ram in str(cache.path(url)))
-        lowest = min(lowest, memory_headroom().free)
-    full = in_ram()
-    cache.pin(urls[0])
-    reader = cache.open(urls[1])
-    end = time.monotonic() + 120
-    for step in range(15):
-        held.append(bytearray(8 << 20))
-        # Leave room for the pages that the next read writes: a slow disk keeps them dirty.
-        while memory_headroom().free < limit // 12:
-            assert time.monotonic() < end, "no shard was evicted"
-            read(urls[2 + step % 2])
-            time.sleep(0.02)
-    stay = [ram in str(cache.path(url)) for url in urls[:2]]
-    print(json.dumps([limit, lowest, tiers, full, in_ram(), stay]))
-    while reader.read(1 << 20):
-        pass
-"""
-
-
-@needs_root
-@pytest.mark.locks_work
-def test_a_ram_disk_uses_only_the_memory_that_its_cgroup_leaves(tmp_path, ram):
-    """The job grows by 120 MiB in a cgroup of 256. If no shard were evicted, it would be killed."""
-    urls = [tmp_path / f"{number}.tar" for number in range(16)]
-    for number, url in enumerate(urls):
-        url.write_bytes(make_tar(number % 3, members=2, size=5_000_000))
-    with limited_group() as group, disk(ram, "size=1g"):
-        command = [sys.executable, "-c", _JOB, group, tmp_path / "home", ram, *urls]
-        done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    limit, lowest, tiers, full, left, stay = json.loads(done.stdout)
-    assert limit == 256 * MIB and lowest > 0
-    # 10 % of the limit stays free.
-    assert tiers[0] and not tiers[-1] and tiers == sorted(tiers, reverse=True)
-    assert 10 <= sum(tiers) < 16
-    assert full > 110 * MIB and left < full - 60 * MIB
-    assert stay == [True, True]  # pinned, and being read

@@ -1,4 +1,4 @@
-"""Filesystems in memory, and cgroups with a memory limit."""
+"""Filesystems in memory."""
 
 import contextlib
 import os
@@ -35,23 +35,3 @@ def unmount(path: Path) -> None:
 
 def remount(path: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(path)], check=True)
-
-
-@contextlib.contextmanager
-def limited_group() -> Iterator[Path]:
-    """Make a cgroup with 256 MiB of memory; skip the test if that is not possible."""
-    for mount in read_mounts():
-        if mount.type == "cgroup" and "memory" in mount.options:
-            parent, name = Path(mount.point), "memory.limit_in_bytes"
-            break
-    else:
-        parent, name = Path("/sys/fs/cgroup"), "memory.max"
-    directory = parent / f"shardcache-test-{os.getpid()}"
-    with contextlib.ExitStack() as stack:
-        try:
-            directory.mkdir()
-            stack.callback(directory.rmdir)
-            (directory / name).write_text(str(256 << 20))
-        except OSError as exn:
-            pytest.skip(f"cannot make a cgroup with a memory limit: {exn}")
-        yield directory

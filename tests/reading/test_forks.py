@@ -41,8 +41,7 @@ def test_parent_and_child_both_read_the_rest(reached, order):
     kind, cache, url = reached
 
     def work(parent):
-        if order == "parent first":
-            parent.hear()
+        parent.hear()
         try:
             parent.say(stream.close() if order == "child closes" else stream.read())
         except TransferError as exn:
@@ -51,10 +50,10 @@ def test_parent_and_child_both_read_the_rest(reached, order):
     with cache, cache.open(url) as stream:
         begin = stream.read(BLOCK + 5)
         with forked(work) as child:
-            heard = None if order == "parent first" else child.hear()
-            rest = stream.read()
             if order == "parent first":
-                heard = child.ask()
+                rest, heard = stream.read(), child.ask()
+            else:
+                heard, rest = child.ask(), stream.read()
     assert begin + rest == DATA
     assert kind != "download" or cache.stats().bytes_origin == len(DATA)
     if order == "child closes":

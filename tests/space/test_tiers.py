@@ -110,25 +110,10 @@ def test_a_damaged_entry_in_one_tier_does_not_hide_one_in_another(shop, ram):
         assert len(read(cache, url)) == shop.size
 
 
-@needs_root
-def test_a_ram_disk_that_another_program_fills_is_skipped(shop, ram, tmp_path, monkeypatch):
-    big, real = tmp_path / "big.tar", os.pwrite
-    big.write_bytes(make_tar(2, members=100, size=60_000))
-    with disk(ram, "size=16m"), opened(shop, ram, None) as cache:
-
-        def hog(fd: int, data: memoryview, offset: int) -> int:  # takes the admitted room
-            if len(data) > 10_000 and not (ram / "hog").exists():
-                (ram / "hog").write_bytes(bytes(shutil.disk_usage(ram).free - 2 * MIB))
-            return real(fd, data, offset)
-
-        monkeypatch.setattr(os, "pwrite", hog)
-        assert read(cache, str(big)) == big.read_bytes()
-        assert (ram / "hog").exists() and tier(cache, ram, str(big)) == "home"
-        assert list(layout_of(ram).partial.iterdir()) == []
-
-
-@pytest.mark.parametrize("size", [MIB, None], ids=["at once", "after the other tier failed"])
-def test_the_last_tier_makes_room_if_its_quota_is_exceeded(shop, ram, tmp_path, monkeypatch, size):
+@pytest.mark.parametrize(("size", "fault"), [(MIB, None), (None, errno.EIO), (None, errno.ENOSPC)])
+def test_the_last_tier_makes_room_also_after_another_one_failed(
+    shop, ram, tmp_path, monkeypatch, size, fault
+):
     files, real = [tmp_path / "big.tar", tmp_path / "old.tar"], os.pwrite
     for path in files:
         path.write_bytes(make_tar(2, members=100, size=20_000))
@@ -139,7 +124,7 @@ def test_the_last_tier_makes_room_if_its_quota_is_exceeded(shop, ram, tmp_path, 
         def write(fd: int, data: memoryview, offset: int) -> int:
             is_data = len(data) > 10_000
             if is_data and os.readlink(f"/proc/self/fd/{fd}").startswith(f"{ram}/v1/partial"):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                raise OSError(fault, os.strerror(fault))
             if is_data and old.exists():
                 raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
             return real(fd, data, offset)
@@ -147,6 +132,7 @@ def test_the_last_tier_makes_room_if_its_quota_is_exceeded(shop, ram, tmp_path, 
         monkeypatch.setattr(os, "pwrite", write)
         assert read(cache, str(big)) == big.read_bytes()
         assert tier(cache, ram, str(big)) == "home" and not old.exists()
+        assert size or list(layout_of(ram).partial.iterdir()) == []
 
 
 @pytest.mark.locks_work("flock")

@@ -13,6 +13,7 @@ import pytest
 import rich.table  # noqa: F401 - the children cannot import it as other users
 
 from shardcache import Cache
+from shardcache.files import Modes
 from tests.support.clitools import command
 from tests.support.disktools import needs_root
 from tests.support.fakes import Fault, MemoryOrigin
@@ -188,37 +189,33 @@ def test_a_shared_cache_is_refused_without_its_group_and_vice_versa(area, monkey
     assert code == 0 and URL in text
 
 
-def refresh(root: Path, options: dict[str, Any]) -> None:
-    with open_cache(root, shared_group=GROUP, **options) as cache:
+def refresh(root: Path) -> None:
+    with open_cache(root, shared_group=GROUP) as cache:
         assert cache.prewarm([URL], refresh=True).refreshed == 1
 
 
-def read_old(parent: Parent, root: Path, replaces: bool, options: dict[str, Any]) -> None:
+def read_old(parent: Parent, root: Path, replaces: bool) -> None:
     """Keep the old version in use, and maybe replace it."""
-    with open_cache(root, MemoryOrigin(objects={URL: BIG}), shared_group=GROUP, **options) as cache:
+    with open_cache(root, MemoryOrigin(objects={URL: BIG}), shared_group=GROUP) as cache:
         old = cache.fetch(URL).directory
         with cache.open(URL):
             if replaces:
-                refresh(root, options)
+                refresh(root)
             parent.say(old)
             parent.hear()
 
 
-@pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("who", ["owner", "member"])
-def test_the_newest_version_does_not_depend_on_who_stored_or_indexed_it(area, who, tiers):
+def test_the_newest_version_does_not_depend_on_who_stored_or_indexed_it(area, who):
     root = area / "cache"
-    options = {"tiers": [{"dir": area / "ram", "min_free": 0}]} if tiers else {}
 
     def index(old: str) -> bool:
         if who == "member":
-            refresh(root, options)
-        with open_cache(root, shared_group=GROUP, **options) as cache:
-            store = cache.process.tier_of(old).store
-            store.layout.write(Path(old, "samples.idx"), b"")  # as a `TarDataset`
-        with open_cache(root, shared_group=GROUP, **options) as cache:
+            refresh(root)
+        layout_of(root, Modes.of(GROUP)).write(Path(old, "samples.idx"), b"")  # as a `TarDataset`
+        with open_cache(root, shared_group=GROUP) as cache:
             return cache.open(URL).read() == SHARDS[URL]
 
-    with running(ANNA, read_old, root, who == "owner", options) as anna:
+    with running(ANNA, read_old, root, who == "owner") as anna:
         assert ask(BELA, index, anna.hear())
         anna.tell()

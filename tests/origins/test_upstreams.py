@@ -202,21 +202,6 @@ def test_the_origin_continues_for_an_upstream_that_fails(
         assert "attempt" not in caplog.text
 
 
-def test_an_origin_that_fails_leaves_what_an_upstream_has_sent(
-    node, origin, nas, filled, fail_files
-):
-    origin.objects[URL] = LARGE
-    filled()
-    fail_files(4 << 20)
-    cache = node(nas, attempts=1, connections=1, fill="complete")
-    origin.faults.append(Fault(after=None))
-    with pytest.raises(TransferError):
-        cache.fetch(URL)
-    assert len(origin.requests) == 1
-    assert cache.open(URL).read() == LARGE
-    assert min(start for _, start, _ in origin.requests) >= BLOCK
-
-
 @pytest.mark.parametrize("then", ["the origin continues", "the next run has no upstream"])
 def test_the_origin_does_not_finish_a_damaged_copy(
     node, origin, nas, filled, fail_files, caplog, then

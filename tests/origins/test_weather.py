@@ -442,21 +442,6 @@ def test_rotated_keys_are_read_again(store, open_cache, keys, code):
     assert cache.open("s3://lab/b.tar").read() == SHARD
 
 
-def test_expired_credentials_are_renewed_amid_a_shard(store, open_cache, source, monkeypatch):
-    container, expired = source("container"), refusal("400 Bad Request", "ExpiredToken")
-
-    def refuse(head: str) -> bytes | None:
-        if "Range: bytes=3145728-" not in head or CREDENTIALS["Token"] == "new":
-            return None
-        monkeypatch.setitem(CREDENTIALS, "Token", "new")
-        return expired
-
-    store.refuse = refuse
-    cache = open_cache(storage_options={}, part_size="1MiB", connections=1)
-    assert cache.open("s3://lab/a.tar").read() == SHARD
-    assert (CREDENTIALS["Token"], len(container.heads)) == ("new", 2)
-
-
 @pytest.mark.parametrize("url", ["s3://lab/a.tar", "{}/a.tar?sv=1&se=2&sig=c0ffee"])
 @pytest.mark.parametrize("status", ["400 Bad", "403 Forbidden", "405 Unknown", "501 None"])
 def test_a_refresh_sends_a_get_only_if_the_head_is_refused(store, open_cache, url, status):

@@ -62,14 +62,13 @@ STREAMED = "streamed"  # the shard is read but not published, because it may be 
 TRUNCATED = "truncated"  # it is incomplete and not published, and a read may end early
 RIGHT_OR_REFUSED = "right or refused"  # RFC 9110 and 9112 allow both
 
-Sent: TypeAlias = bytes | Iterator[bytes]
 Sender: TypeAlias = Callable[[Request], bytes]
 Headers: TypeAlias = dict[str, object]
 
 
 class Row(NamedTuple):
     name: str
-    sent: bytes | Callable[[Request], Sent]
+    sent: bytes | Callable[[Request], bytes | Iterator[bytes]]
     wanted: str | Refused
     objects: tuple[bytes, ...] = (SMALL,)  # the correct versions
     closes: bool = False  # the server closes the connection, against its own headers
@@ -80,14 +79,10 @@ def raw(*lines: str, body: bytes = SMALL, end: str = "\r\n") -> bytes:
     return end.join([*lines, "", ""]).encode("latin-1") + body
 
 
-def whole(*lines: str, body: bytes = SMALL, status: str = "HTTP/1.1 200 OK") -> bytes:
-    """A response with ETag, Content-Length and further header lines."""
-    return raw(status, 'ETag: "1"', f"Content-Length: {len(body)}", *lines, body=body)
-
-
-def unframed(*lines: str, body: bytes = SMALL) -> bytes:
-    """A response framed by ``lines``, or else by the end of the connection."""
-    return raw("HTTP/1.1 200 OK", 'ETag: "1"', "Connection: close", *lines, body=body)
+#: Responses with an ETag. The first one keeps the connection; it frames the second one.
+whole = partial(answer, "200 OK", Connection=None)
+unframed = partial(answer, "200 OK", Content_Length=None)
+coded = partial(unframed, Transfer_Encoding="chunked")
 
 
 def chunks(data: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
@@ -95,13 +90,9 @@ def chunks(data: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + end
 
 
-def coded(*lines: str, body: bytes, coding: str = "chunked") -> bytes:
-    return unframed(f"Transfer-Encoding: {coding}", *lines, body=body)
-
-
 def part(data: bytes, request: Request, **headers: object) -> bytes:
     """The requested range, or without a Range header the whole object."""
-    return b"".join(part_of(data, request.head, **{"ETag": '"1"', **headers}))
+    return b"".join(part_of(data, request.head, **headers))
 
 
 def parts(data: bytes, **headers: object) -> Sender:
@@ -142,7 +133,7 @@ def moved(location: str, status: str = "302 Found", path: str = "/b.tar") -> Sen
 
     def sent(request: Request) -> bytes:
         if request.head.split(" ")[1].endswith(path):
-            return whole()
+            return whole(SMALL)
         where = location.format(base=request.base, host=request.base.partition("//")[2])
         return answer(status, Location=where, Connection=None)
 
@@ -169,7 +160,7 @@ def kept_until_opened(request: Request) -> Iterator[bytes]:
 page = partial(answer, "200 OK", b"<html>" * 99)
 SIZE, HALF = len(SMALL), len(SMALL) // 2
 SPAN = f"Content-Range: bytes 0-{SIZE - 1}/{SIZE}"
-KEPT, WHOLE = whole(), whole(body=LARGE)
+KEPT, WHOLE = whole(SMALL), whole(LARGE)
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </a>; rel=preload\r\nLink: </b>; rel=preload\r\n\r\n"
 PARTIAL = raw("HTTP/1.1 206 Partial", 'ETag: "1"', SPAN, "Transfer-Encoding: chunked", body=b"")
@@ -179,7 +170,7 @@ BROKEN, REFUSED = Refused(TransferError), Refused(ShardCacheError)
 GONE = Refused(ShardNotFoundError, "not found")
 EMPTY = Refused(IntegrityError, "is empty (0 bytes)")
 NO_RANGE = answer("416 Range Not Satisfiable", Connection=None)
-NOTHING = answer("200 OK", Connection=None)
+NOTHING = whole()
 PACKED = gzip.compress(SMALL, mtime=0)
 GZIP = Refused(ShardCacheError, "gzip")
 NOW, YESTERDAY = "Sun, 06 Nov 1994 08:49:37 GMT", "Sat, 05 Nov 1994 08:49:37 GMT"
@@ -190,7 +181,7 @@ WEAK: Headers = {"ETag": 'W/"1"'}
 BOTH = (LARGE, REPLACED)
 ENDLESS = repeat(b"X-Note: %b\r\n" % (b"x" * 8000))
 TRAILERS = chunks(SMALL, end=b"0\r\nDigest: x\r\nContent-Length: 3\r\n\r\n")
-PIECES = [coded(body=b""), b"28", b"00\r", b"\n" + SMALL + b"\r", b"\n0", b"\r\n\r", b"\n"]
+PIECES = [coded(), b"28", b"00\r", b"\n" + SMALL + b"\r", b"\n0", b"\r\n\r", b"\n"]
 STATUSES = {
     "204 No Content": Refused(ConfigError, "204"),
     "304 Not Modified": Refused(ShardCacheError, "304"),
@@ -240,24 +231,24 @@ ROWS = [
     # The body of an error is not the object, even if it has the same bytes.
     *(Row(status, answer(status, SMALL), wanted) for status, wanted in STATUSES.items()),
     Row("200", answer("200 OK", SMALL), RIGHT),
-    Row("HTTP/1.0", whole(status="HTTP/1.0 200 OK"), RIGHT),
+    Row("HTTP/1.0", KEPT.replace(b"HTTP/1.1", b"HTTP/1.0"), RIGHT),
     # Interim responses
     Row("interim in its own packet", lambda r: iter([INTERIM, HINTS, INTERIM, KEPT]), RIGHT),
-    Row("interim with a length", whole(status="HTTP/1.1 103 Hints", body=b"") + KEPT, RIGHT),
+    Row("interim with a length", answer("103 Hints", Connection=None) + KEPT, RIGHT),
     Row("interim without an end", lambda r: repeat(INTERIM), BROKEN),
     # Content-Length
-    Row("length of another spelling", unframed("Content-Length: 10_240"), BROKEN),
-    Row("length too long", unframed(f"Content-Length: {SIZE + 512}"), BROKEN, closes=True),
-    Row("cut before the length", whole(body=MIDDLE)[:-10_240], BROKEN, (MIDDLE,), closes=True),
+    Row("length of another spelling", unframed(SMALL, Content_Length="10_240"), BROKEN),
+    Row("length too long", unframed(SMALL, Content_Length=SIZE + 512), BROKEN, closes=True),
+    Row("cut before the length", whole(MIDDLE)[:-10_240], BROKEN, (MIDDLE,), closes=True),
     Row("short length of a range", parts(SMALL, Content_Length=SIZE - 512), BROKEN, closes=True),
     Row("cut parts go on", cut_at(100_000), RIGHT, (MIDDLE,), closes=True),
     Row("cut parts without progress", cut_at(1000), BROKEN, (MIDDLE,), closes=True),
     # The body ends with its connection.
     Row("unit in capitals", parts(SMALL, Content_Range=f"Bytes 0-{SIZE - 1}/{SIZE}"), RIGHT),
-    Row("closed, large", unframed(body=LARGE), STREAMED, (LARGE,), closes=True),
+    Row("closed, large", unframed(LARGE), STREAMED, (LARGE,), closes=True),
     Row("closed, no validator", raw("HTTP/1.1 200 OK"), STREAMED, closes=True),
     *(
-        Row(f"closed {name}", unframed(body=data[:size]), TRUNCATED, (data,), closes=True)
+        Row(f"closed {name}", unframed(data[:size]), TRUNCATED, (data,), closes=True)
         for name, data, size in [
             ("in a member", SMALL, 700),
             ("behind all members", SMALL, 6 * (512 + 1024)),
@@ -268,24 +259,22 @@ ROWS = [
     Row("closed range, cut", cut_at(1000, Content_Length=None), BROKEN, (MIDDLE,), closes=True),
     # Chunks
     Row("chunks, no validator", CHUNKED, RIGHT),
-    Row("chunks, large", coded(body=chunks(LARGE)), RIGHT, (LARGE,)),
+    Row("chunks, large", coded(chunks(LARGE)), RIGHT, (LARGE,)),
     Row("chunks in many packets", lambda r: iter(PIECES), RIGHT),
-    Row("chunks with trailers", coded(body=TRAILERS), RIGHT),
-    Row("no end of trailers", lambda r: chain([coded(body=b"0\r\n")], ENDLESS), BROKEN),
+    Row("chunks with trailers", coded(TRAILERS), RIGHT),
+    Row("no end of trailers", lambda r: chain([coded(b"0\r\n")], ENDLESS), BROKEN),
     Row("too few chunks of a range", PARTIAL + chunks(SMALL[:-512]), BROKEN),
-    Row("no last chunk", coded(body=chunks(SMALL, end=b"")), BROKEN, closes=True),
+    Row("no last chunk", coded(chunks(SMALL, end=b"")), BROKEN, closes=True),
     # Codings
-    Row("chunks, short", coded(f"Content-Length: {HALF}", body=chunks(SMALL)), RIGHT_OR_REFUSED),
+    Row("chunks, short", coded(chunks(SMALL), Content_Length=HALF), RIGHT_OR_REFUSED),
     *(
-        Row(f"transfer coding {coding}", coded(body=chunks(PACKED), coding=coding), REFUSED)
+        Row(f"transfer coding {coding}", coded(chunks(PACKED), Transfer_Encoding=coding), REFUSED)
         for coding in ("gzip, chunked", "chunked, gzip", "gzip")
     ),
-    Row(
-        "two lines", coded("Transfer-Encoding: chunked", body=chunks(SMALL), coding="gzip"), REFUSED
-    ),
-    Row("content coding", whole("Content-Encoding: gzip", body=PACKED), GZIP),
+    Row("two lines", coded(chunks(SMALL), transfer_encoding="gzip"), REFUSED),
+    Row("content coding", whole(PACKED, Content_Encoding="gzip"), GZIP),
     Row("content coding of a range", parts(PACKED, Content_Encoding="gzip"), GZIP),
-    Row("content coding identity", whole("Content-Encoding: identity"), RIGHT),
+    Row("content coding identity", whole(SMALL, Content_Encoding="identity"), RIGHT),
     # Ranges
     Row("ranges", parts(LARGE), RIGHT, (LARGE,)),
     Row("ranges ignored", WHOLE, RIGHT, (LARGE,)),
@@ -350,17 +339,17 @@ ROWS = [
     Row("ends although it may be kept", KEPT, RIGHT, closes=True),
     Row("ends when it is used again, which costs no attempt", kept_until_opened, RIGHT, attempts=1),
     *(
-        Row(f"a forged one behind {where}", lambda r, s=sent: s(r) + whole(body=FORGED), wanted)
+        Row(f"a forged one behind {where}", lambda r, s=sent: s(r) + whole(FORGED), wanted)
         for where, sent, wanted in [
             ("the body", parts(SMALL), RIGHT),
             ("the chunks", lambda r: CHUNKED, RIGHT),
             ("204", lambda r: raw("HTTP/1.1 204 None", body=b""), Refused(ConfigError, "204")),
-            ("404", lambda r: whole(body=b"", status="HTTP/1.1 404 Not Found"), GONE),
+            ("404", lambda r: answer("404 Not Found", Connection=None), GONE),
             ("a redirect", moved("b.tar"), RIGHT),
         ]
     ),
 ]
-NEXT = Row("the next shard", whole(body=GOOD), RIGHT, (GOOD,))
+NEXT = Row("the next shard", whole(GOOD), RIGHT, (GOOD,))
 #: With "torn TLS" the server ends connections without close_notify, as an attacker does.
 WIRES = ("TCP", "TLS", "torn TLS")
 #: More rows that run over TLS with close_notify, too.
@@ -453,9 +442,9 @@ def test_an_object_may_come_in_chunks_and_then_with_a_length(serve, make_cache, 
 
     def sent(head: str) -> Iterator[bytes]:
         if next(requests):
-            yield b"".join(part_of(LARGE, head, ETag='"1"', Connection="close"))
+            yield b"".join(part_of(LARGE, head, Connection="close"))
         else:
-            yield coded(body=chunks(LARGE))[: 5 * MIB // 2]
+            yield coded(chunks(LARGE))[: 5 * MIB // 2]
             is_read.wait(PATIENCE)
 
     server = serve(sent, most=1)

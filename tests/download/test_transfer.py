@@ -84,7 +84,6 @@ def test_without_conditional_requests_the_version_is_checked_at_the_end(make, or
     assert fetched(make()) == NEWER
 
 
-@pytest.mark.locks_work("answers")
 def test_bytes_after_an_abort_are_not_used(make, origin, monkeypatch):
     """An aborted TLS connection returns ciphertext."""
     origin.objects[URL] = DATA[: 4 * BLOCK]

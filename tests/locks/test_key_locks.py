@@ -16,7 +16,6 @@ BIG = make_tar(1, 400, 3500)
 CROSSED = ["plain", "tiers", "isolation", "locks", "tiers isolation", "tiers locks"]
 
 
-@pytest.mark.locks_work
 @pytest.mark.parametrize("names", CROSSED)
 def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(
     make_cache, origin, tmp_path, set_variables, names

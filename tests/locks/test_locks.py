@@ -22,7 +22,6 @@ def free(path: Path) -> bool:
     return found
 
 
-@pytest.mark.locks_work("flock", "answers")
 def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(tmp_path, monkeypatch):
     path = tmp_path / "key.lock"
     path.touch()
@@ -40,7 +39,6 @@ def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(tmp_path, monk
     lock.release()
 
 
-@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSPC])
 def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, number):
     path = tmp_path / "key.lock"
@@ -54,7 +52,6 @@ def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, numb
 
 
 @pytest.mark.parametrize("unwinding", [True, False])
-@pytest.mark.locks_work("flock")
 def test_a_forked_child_has_no_part_in_the_lock_of_a_writer(tmp_path, unwinding):
     (path := tmp_path / "data").touch()
     file = open_exclusive(path, os.O_RDWR)
@@ -75,7 +72,6 @@ def test_a_forked_child_has_no_part_in_the_lock_of_a_writer(tmp_path, unwinding)
         assert try_flock(other.fileno())
 
 
-@pytest.mark.locks_work
 def test_free_lock_files_and_their_directories_are_removed(tmp_path: Path) -> None:
     layout = make_store(tmp_path).layout
     (tmp_path / "victim").touch()

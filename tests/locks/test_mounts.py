@@ -114,7 +114,6 @@ def test_caches_of_a_root_share_a_node_directory(root, node, monkeypatch, tmp_pa
     assert local() == other / first.name
 
 
-@pytest.mark.locks_work("flock")
 def test_leases_lock_no_file_of_the_cache(make_cache, root, node, monkeypatch, caplog):
     locked, real = [], fcntl.flock
 
@@ -138,7 +137,6 @@ def test_leases_lock_no_file_of_the_cache(make_cache, root, node, monkeypatch, c
     assert locked and not any(name.startswith(str(root)) for name in locked)
 
 
-@pytest.mark.locks_work
 def test_all_processes_lock_as_the_one_that_made_the_cache(make_cache, root, run):
     def stays() -> bool:
         cleaned = run("--dir", root, "clean", "--all", "-y")[1]
@@ -150,7 +148,6 @@ def test_all_processes_lock_as_the_one_that_made_the_cache(make_cache, root, run
     assert read(make_cache(dir=root), URL) == OBJECTS[URL]
 
 
-@pytest.mark.locks_work("answers")
 @pytest.mark.parametrize(
     ("made", "locks", "kind"),
     [("flock", "auto", "nfs4"), ("flock", "lease", "ext4"), ("lease", "flock", "ext4")],

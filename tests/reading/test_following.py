@@ -21,8 +21,6 @@ URL = "s3://lab/train-0000.tar"
 DATA = make_tar(1, members=3, size=BLOCK)
 OBJECTS = {URL: DATA}
 
-pytestmark = pytest.mark.locks_work
-
 
 @pytest.fixture
 def more(origin):

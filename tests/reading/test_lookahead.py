@@ -129,7 +129,6 @@ def test_only_disk_errors_of_a_download_ahead_are_retried(make_cache, origin, er
             assert stream.read() == DATA[1] and URLS[1] in cache
 
 
-@pytest.mark.locks_work
 def test_a_shard_that_another_process_downloads_is_left_to_it(make_cache, origin):
     cache = make_cache(prefetch=2)
     lock = held_elsewhere(cache, URLS[1])
@@ -141,7 +140,6 @@ def test_a_shard_that_another_process_downloads_is_left_to_it(make_cache, origin
     assert next(samples)["stream"].read() == DATA[1]
 
 
-@pytest.mark.locks_work
 def test_the_processes_of_a_node_share_a_limit_of_downloads_ahead(make_cache, origin, monkeypatch):
     monkeypatch.setattr("shardcache.download.worker._AHEAD", 1)
     one, other = make_cache(prefetch=1), make_cache(prefetch=2)

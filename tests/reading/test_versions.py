@@ -43,7 +43,6 @@ def refresh(cache):
     assert cache.prewarm([URL], refresh=True).refreshed == 1
 
 
-@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("then", [OLD, NEW], ids=["rolled back", "replaced"])
 @pytest.mark.parametrize("later", [0, 7200])
 def test_the_old_version_never_comes_back_by_itself(make_cache, origin, options, then, later):
@@ -140,7 +139,6 @@ def test_a_refresh_keeps_the_entry_if_the_origin_sends_what_it_says_is_replaced(
     assert read(cache) == OLD and len(origin.requests) == 2
 
 
-@pytest.mark.locks_work("flock")
 def test_a_response_from_before_a_replacement_is_not_published_after_it(
     make_cache, origin, monkeypatch, options
 ):
@@ -178,7 +176,6 @@ def test_a_complete_partial_is_compared_with_the_origin(make_cache, origin, stat
     assert read(cache) == versions[then]
 
 
-@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_replaced_version_with_other_names_does_not_come_back(
     make_cache, origin, tmp_path, set_variables, is_read
@@ -205,7 +202,6 @@ def test_a_replaced_version_with_other_names_does_not_come_back(
     assert file.stat().st_mtime_ns == modified
 
 
-@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_pin_keeps_the_versions_that_are_read_during_a_refresh(
     make_cache, origin, tmp_path, is_read
@@ -226,7 +222,6 @@ def test_a_pin_keeps_the_versions_that_are_read_during_a_refresh(
     assert (versions_on_disk(cache), read(cache)) == (1, NEW) and len(origin.requests) == 2
 
 
-@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("newest", [0, 1, 2])
 def test_an_outdated_version_is_not_linked(make_cache, origin, monkeypatch, newest):
     caches = []
@@ -242,7 +237,6 @@ def test_an_outdated_version_is_not_linked(make_cache, origin, monkeypatch, newe
     assert len(origin.requests) == 2
 
 
-@pytest.mark.locks_work("flock")
 def test_a_refresh_without_a_tier_is_made_good_by_one_with_it(make_cache, origin, tmp_path):
     tiers = [{"dir": tmp_path / "ram", "min_free": 0}]
     running = make_cache(tiers=tiers)

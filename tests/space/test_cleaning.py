@@ -56,7 +56,6 @@ CASES: dict[str, Callable[[Path], Limits]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.locks_work
 def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     store, rank = Store(layout), Store(layout.namespace("job-0"))
     rank.layout.make()
@@ -82,7 +81,6 @@ def test_a_dry_run_changes_nothing_and_reports_what_a_run_removes(layout, case):
     live.discard()
 
 
-@pytest.mark.locks_work
 def test_a_shard_that_is_opened_during_a_cleaning_is_missing(shop, monkeypatch):
     urls, streams, real = shop.urls[:3], list[Any](), Store.evict
 
@@ -112,7 +110,6 @@ def test_dead_partials_and_unnamed_files_are_kept_for_an_hour(layout) -> None:
             assert partial.exists() == unnamed.exists() == (not removed)
 
 
-@pytest.mark.locks_work
 def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
     with Cache(tmp_path / "cache", min_free=0, lock_timeout="0.3s") as cache:
         cache.pin("s3://lab/a.tar")  # creates the directory
@@ -126,7 +123,6 @@ def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
         assert cache.clean(wait=False).removed == ()
 
 
-@pytest.mark.locks_work
 def test_one_process_of_a_node_cleans_in_the_background(layout, shop, monkeypatch):
     rounds, real = [], Space.clean
     with shop.cache() as earlier:
@@ -157,7 +153,6 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, shop, monkeypatc
 
 
 @needs_root
-@pytest.mark.locks_work
 def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(shop, monkeypatch):
     monkeypatch.setattr(tiers, "_MEMORY_INTERVAL", 0.0)
     gate, clean = threading.Event(), Space.clean
@@ -198,7 +193,6 @@ def test_a_ram_disk_does_not_wait_until_a_slow_disk_is_clean(shop, tmp_path, mon
         gate.set()
 
 
-@pytest.mark.locks_work
 @pytest.mark.parametrize(
     ("stays", "why"),
     [
@@ -233,7 +227,6 @@ def test_remove_dir_leaves_nothing_unless_something_must_stay(run, shop, stays, 
             assert cache.fetch(shop.urls[1]).data.exists()
 
 
-@pytest.mark.locks_work
 def test_remove_dir_leaves_the_session_of_a_job_that_begins_meanwhile(shop, monkeypatch):
     with shop.cache() as cache, shop.cache() as job:
         cache.prewarm(shop.urls)

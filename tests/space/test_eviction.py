@@ -92,7 +92,6 @@ DAY = 86_400.0
         (DAY, [-100], False),
     ],
 )
-@pytest.mark.locks_work("flock")
 def test_running_jobs_protect_recently_used_shards(layout, used, started, stays):
     now = 1_800_000_000.0
     sessions = [Session(layout, now + date) for date in started]

@@ -15,8 +15,6 @@ from tests.support.clitools import run_process
 from tests.support.shop import Shop
 from tests.support.storetools import Parent, crowd, forked
 
-pytestmark = pytest.mark.locks_work
-
 
 def numbers(shop: Shop) -> list[int]:
     return sorted(shop.urls.index(url) for url in shop.entries())

@@ -135,7 +135,6 @@ def test_the_last_tier_makes_room_also_after_another_one_failed(
         assert size or list(layout_of(ram).partial.iterdir()) == []
 
 
-@pytest.mark.locks_work("flock")
 def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
     urls = shop.urls[:6]
     with opened(shop, ram, shop.room(3), max_size=shop.room(3)) as cache:
@@ -150,7 +149,6 @@ def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):
         assert [tier(cache, ram, url) for url in urls].count("ram") == 2
 
 
-@pytest.mark.locks_work("flock")
 @pytest.mark.parametrize("policy", ["working-set", "lru"])
 def test_a_shard_is_evicted_only_if_no_tier_has_free_room(shop, ram, policy):
     options = {"max_size": shop.room(4), "policy": policy}

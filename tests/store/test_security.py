@@ -92,7 +92,6 @@ def test_a_root_that_others_could_tamper_with_is_refused_with_the_fix(public, ki
     assert {p: p.lstat().st_mtime_ns for p in public.rglob("*")} == before
 
 
-@pytest.mark.locks_work
 def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache) -> None:
     cache = make_cache()
     entry, layout = cache.fetch(URL), layout_of(cache.dir)
@@ -185,7 +184,6 @@ WAYS: dict[str, Callable[[Cache], object]] = {
 
 
 @pytest.mark.parametrize("way", [*WAYS, "partial", "without a shard"])
-@pytest.mark.locks_work("answers")
 def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, caplog, way):
     cache = make_cache(policy="lru")
     layout = layout_of(cache.dir)
@@ -310,7 +308,6 @@ PLANTED: list[tuple[str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "make"), PLANTED)
-@pytest.mark.locks_work("answers")
 def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, make):
     urls = [URL, "s3://lab/b.tar", "s3://lab/c.tar"]
     origin.objects.update(dict.fromkeys(urls, SHARD))
@@ -333,7 +330,6 @@ def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, ma
 
 
 @needs_root
-@pytest.mark.locks_work("answers")
 def test_directories_of_another_user_do_not_prevent_caching(public: Path) -> None:
     assert ask(ANNA, fetch_in, public / "cache") == ""
     layout = layout_of(public / "cache")

@@ -211,7 +211,6 @@ def test_a_late_publication_replaces_only_older_entries(store, theirs):
     assert read(again(store)) == b"ours"
 
 
-@pytest.mark.locks_work("flock")
 def test_an_entry_that_was_published_again_during_its_eviction_stays(store, monkeypatch):
     entry = publish(store)
 
@@ -226,7 +225,6 @@ def test_an_entry_that_was_published_again_during_its_eviction_stays(store, monk
     assert entry.data.exists()
 
 
-@pytest.mark.locks_work("answers")
 def test_an_entry_that_is_evicted_while_it_is_opened_is_a_miss(store, monkeypatch):
     entry = publish(store)
     real = fcntl.flock
@@ -241,7 +239,6 @@ def test_an_entry_that_is_evicted_while_it_is_opened_is_a_miss(store, monkeypatc
         assert read(store) is None
 
 
-@pytest.mark.locks_work("flock")
 def test_a_stopped_evictor_causes_no_miss(store: Store) -> None:
     """Nor does a writer that was stopped between publishing and unlocking."""
     entry = publish(store)

@@ -43,7 +43,6 @@ def test_linked_entries_are_read_once_and_set_aside_together(shop, monkeypatch):
         cache.close()
 
 
-@pytest.mark.locks_work("flock")
 def test_an_entry_is_pinned_while_it_is_read(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     url, real, stayed = shop.urls[0], resources.read_blocks, []
 

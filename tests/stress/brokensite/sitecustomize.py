@@ -2,8 +2,9 @@
 
     BROKEN_FLOCK=lying PYTHONPATH=$PWD/tests/stress/brokensite python -m pytest tests/test_cache.py
 
-Locks only save bandwidth, so all other claims must hold without them. A test that depends on locks
-has the marker ``@pytest.mark.locks_work(...)`` with one of these claims, or none to claim both:
+Locks only save bandwidth, so all other claims must hold without them. In the files that `make
+stress` runs so, a test that depends on locks has the marker ``@pytest.mark.locks_work(...)`` with
+one of these claims, or none to claim both:
 
     flock     no other process can take a lock that is held
     answers   flock reports whether a lock is held, so that locks and leftovers of dead processes

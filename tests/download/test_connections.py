@@ -4,7 +4,6 @@ import contextlib
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def test_processes_that_have_downloaded_leave_connections_to_others(tmp_path):
             store.least = PROCESS
 
 
-def test_the_server_that_was_used_last_keeps_its_connections(make_cache, serve):
+def test_the_server_that_was_used_last_keeps_its_connections(make_cache, pool, serve):
     copies = []  # whether the upstream has any
 
     def origin(head):
@@ -119,8 +118,7 @@ def test_the_server_that_was_used_last_keeps_its_connections(make_cache, serve):
 
     first, second = serve(origin, most=1000), serve(upstream, most=1000)
     cache, kept = make_cache(upstreams=[second.url]), []
-    with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(partial(read, cache), (f"{first.url}/{n}.bin" for n in range(2))))
+    assert all(pool.map(partial(read, cache), (f"{first.url}/{n}.bin" for n in range(2))))
     wait_until(lambda: len(first.clients) == 2 and not second.clients)
     copies.append(True)
     for number in range(2, 5):
@@ -145,17 +143,16 @@ def others(cache, count=NODE):
         yield
 
 
-def test_a_waiting_download_starts_when_connections_are_free(cache, origin):
-    held = origin.hold(0)
-    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as end:
-        end.callback(held.set)
-        with others(cache):
-            first = pool.submit(read, cache, URLS[0])
-            wait_until(lambda: origin.requests)
-            second = pool.submit(read, cache, URLS[1])
-            wait_until(lambda: cache.process.resources.connections._waiting)
-        assert second.result(PATIENCE) == origin.objects[URLS[1]]
-        assert not first.done()
+def test_a_waiting_download_starts_when_connections_are_free(cache, origin, pool):
+    origin.hold(0)
+    with others(cache):
+        first = pool.submit(read, cache, URLS[0])
+        wait_until(lambda: origin.requests)
+        second = pool.submit(read, cache, URLS[1])
+        wait_until(lambda: cache.process.resources.connections._waiting)
+    assert second.result(PATIENCE) == origin.objects[URLS[1]]
+    assert not first.done()
+    origin.release()
     assert first.result() == origin.objects[URLS[0]]
 
 
@@ -172,7 +169,9 @@ def test_a_crowded_node_downloads_nothing_ahead_of_its_readers(cache, origin, co
         assert all(sample["stream"].read() for sample in samples)
 
 
-def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, origin, clock):
+def test_a_download_adjusts_its_threads_to_its_share_of_connections(
+    make_cache, origin, pool, clock
+):
     origin.objects[URLS[0]], origin.waited = payload(12 * BLOCK), FAR
     cache = make_cache(part_size=BLOCK, connections=4)
     held = [origin.hold(0) for _ in range(12)]
@@ -180,20 +179,18 @@ def test_a_download_adjusts_its_threads_to_its_share_of_connections(make_cache, 
     def helpers():
         return sum(thread.name == "shardcache-part" for thread in threading.enumerate())
 
-    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as end:
-        for event in held:
-            end.callback(event.set)
-        download = pool.submit(read, cache, URLS[0])
-        wait_until(lambda: len(origin.requests) == 4)
-        with others(cache):
-            clock.sleep(2)  # for the next count
-            for event in held[:4]:
-                event.set()
-            wait_until(lambda: not helpers())
-            assert len(origin.requests) <= 5
-        clock.sleep(2)
-        held[4].set()
-        wait_until(lambda: len(origin.requests) == 9)
+    download = pool.submit(read, cache, URLS[0])
+    wait_until(lambda: len(origin.requests) == 4)
+    with others(cache):
+        clock.sleep(2)  # for the next count
+        for event in held[:4]:
+            event.set()
+        wait_until(lambda: not helpers())
+        assert len(origin.requests) <= 5
+    clock.sleep(2)
+    held[4].set()
+    wait_until(lambda: len(origin.requests) == 9)
+    origin.release()
     assert download.result() == origin.objects[URLS[0]]
 
 
@@ -213,15 +210,13 @@ def test_a_slow_first_response_allows_all_connections(cache, origin, clock, resp
     assert cache.process.resources.connections.allowed == limit
 
 
-def test_shards_get_more_connections_if_all_are_stuck(cache, origin):
-    stuck = [origin.hold(0) for _ in range(FEW)]
-    with ThreadPoolExecutor(FEW + 1) as pool, contextlib.ExitStack() as end:
-        for event in stuck:
-            end.callback(event.set)
-        reads = [pool.submit(read, cache, url) for url in URLS[:FEW]]
-        wait_until(lambda: len(origin.requests) == FEW)
-        assert pool.submit(read, cache, URLS[-1]).result(PATIENCE) == origin.objects[URLS[-1]]
-        assert not all(each.done() for each in reads)
+def test_shards_get_more_connections_if_all_are_stuck(cache, origin, pool):
+    for _ in range(FEW):
+        origin.hold(0)
+    reads = [pool.submit(read, cache, url) for url in URLS[:FEW]]
+    wait_until(lambda: len(origin.requests) == FEW)
+    assert pool.submit(read, cache, URLS[-1]).result(PATIENCE) == origin.objects[URLS[-1]]
+    assert not all(each.done() for each in reads)
 
 
 def test_a_throttle_allows_a_short_burst_and_saves_nothing_up(monkeypatch):

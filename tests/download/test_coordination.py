@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -39,19 +38,18 @@ def streamed(cache):
         return bool(stream.name == URL)
 
 
-def test_all_uses_of_a_shard_in_a_process_share_one_download(make_cache, origin, clock, caplog):
+def test_all_uses_of_a_shard_in_a_process_share_one_download(make_cache, origin, pool, caplog):
     cache, more, stop = make_cache(connections=1), origin.hold(2 * BLOCK), threading.Event()
-    with ThreadPoolExecutor() as pool:
-        stream = cache.open(URL)
-        fetching = pool.submit(cache.fetch, URL)
-        prewarms = [pool.submit(cache.prewarm, URL, stop=event) for event in (None, stop)]
-        (download,) = unfinished(cache)
-        wait_until(lambda: download.readers == 4)
-        stop.set()  # which cancels the download of no other reader
-        assert prewarms[1].result(PATIENCE).not_started == 1
-        more.set()
-        assert stream.read() == DATA and fetching.result(PATIENCE).size == len(DATA)
-        assert prewarms[0].result(PATIENCE).coalesced == 1
+    stream = cache.open(URL)
+    fetching = pool.submit(cache.fetch, URL)
+    prewarms = [pool.submit(cache.prewarm, URL, stop=event) for event in (None, stop)]
+    (download,) = unfinished(cache)
+    wait_until(lambda: download.readers == 4)
+    stop.set()  # which cancels the download of no other reader
+    assert prewarms[1].result(PATIENCE).not_started == 1
+    more.set()
+    assert stream.read() == DATA and fetching.result(PATIENCE).size == len(DATA)
+    assert prewarms[0].result(PATIENCE).coalesced == 1
     assert (origin.fetches, caches.warnings(caplog)) == (1, [])
 
 
@@ -109,7 +107,9 @@ def test_a_holder_with_progress_is_never_passed_by(make_cache, origin, clock):
 
 
 @pytest.mark.locks_work
-def test_a_holder_that_waits_for_a_throttling_server_is_never_passed_by(make_cache, origin, clock):
+def test_a_holder_that_waits_for_a_throttling_server_is_never_passed_by(
+    make_cache, origin, pool, clock
+):
     busy = TransientError("503 SlowDown", patient=True)
     origin.faults.extend(Fault(after=None, error=busy) for _ in range(9))
     step = threading.Barrier(2)  # both sleep equally often while both wait
@@ -119,11 +119,10 @@ def test_a_holder_that_waits_for_a_throttling_server_is_never_passed_by(make_cac
             step.wait(PATIENCE)
 
     clock.on_sleep.append(take_turns)
-    with ThreadPoolExecutor() as pool:
-        reads = [pool.submit(read, make_cache(stale_after=5)) for _ in range(2)]
-        for each in reads:
-            each.add_done_callback(lambda _: step.abort())
-        assert [each.result() for each in reads] == [DATA, DATA]
+    reads = [pool.submit(read, make_cache(stale_after=5)) for _ in range(2)]
+    for each in reads:
+        each.add_done_callback(lambda _: step.abort())
+    assert [each.result() for each in reads] == [DATA, DATA]
     assert clock.elapsed > 15 and len(origin.requests) == 9 + 1
 
 
@@ -191,14 +190,11 @@ def test_a_resumed_download_evicts_as_much_as_it_needs(make_cache, origin, tmp_p
     assert room(tmp_path, *(entry.size for entry in cache.entries())) <= limit
 
 
-def test_a_damaged_entry_is_downloaded_not_linked(make_cache, origin, monkeypatch, caplog):
-    monkeypatch.setenv("SHARDCACHE_JOB", "one")
-    os.truncate(make_cache(isolation="job").fetch(URL).data, 100)
-    monkeypatch.setenv("SHARDCACHE_JOB", "two")
-    assert read(make_cache(isolation="job")) == DATA
+def test_a_damaged_entry_is_downloaded_not_linked(make_job, origin, caplog):
+    os.truncate(make_job("one").fetch(URL).data, 100)
+    assert read(make_job("two")) == DATA
     assert (origin.fetches, caches.warnings(caplog)) == (2, [])
-    monkeypatch.setenv("SHARDCACHE_JOB", "one")
-    cache = make_cache(isolation="job")
+    cache = make_job("one")
     assert read(cache) == DATA  # by a link
     assert "was damaged and is downloaded again" in caplog.text
     [aside] = os.listdir(cache.process.last_tier.store.layout.partial)

@@ -15,7 +15,7 @@ from shardcache import TransferError
 from shardcache.layout import META, Layout
 from shardcache.locks.sessions import live_sessions
 from tests.support.caches import unfinished, warnings
-from tests.support.disktools import disk, needs_root, remount, unmount
+from tests.support.disktools import disk, remount, unmount
 from tests.support.fakes import Fault
 from tests.support.storetools import few_descriptors, wait_until
 from tests.support.tars import make_tar
@@ -36,7 +36,6 @@ def read(cache, url, origin):
         return stream.name != url
 
 
-@needs_root
 @pytest.mark.parametrize("what", ["bytes", "inodes"])
 def test_a_full_disk_streams_until_another_job_evicts(make_cache, origin, tmp_path, caplog, what):
     options = "size=8m" if what == "bytes" else "size=32m,nr_inodes=100"
@@ -91,8 +90,6 @@ def test_the_error_for_a_lack_of_descriptors_names_the_limit(s3, bucket, open_ca
 
 @pytest.fixture
 def ram(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
     with disk(tmp_path / "ram", "size=32m") as path:
         yield path
 
@@ -203,8 +200,7 @@ def test_a_new_root_that_others_may_write_is_not_read(make_cache, origin, ram, c
 
 
 @pytest.mark.parametrize(
-    ("lost", "requests", "attempts"),
-    [("v1/objects", 0, 1), ("v1/partial", 1, 2), pytest.param("disk", 0, 2, marks=needs_root)],
+    ("lost", "requests", "attempts"), [("v1/objects", 0, 1), ("v1/partial", 1, 2), ("disk", 0, 2)]
 )
 def test_a_download_starts_over_only_if_its_directory_is_gone(
     make_cache, origin, tmp_path, lost, requests, attempts

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty
 
@@ -139,13 +138,13 @@ def test_a_fork_does_not_wait_for_running_threads_and_not_for_ever(monkeypatch):
         thread.join()
 
 
-def test_a_fork_does_not_wait_for_the_server_in_a_handshake(make_cache, monkeypatch):
+def test_a_fork_does_not_wait_for_the_server_in_a_handshake(make_cache, pool, monkeypatch):
     monkeypatch.setattr(threads, "_BEFORE_FORK", 2 * PATIENCE)
 
     def is_waiting():
         return any(f.f_code is receive.__code__ for f in sys._current_frames().values())
 
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"https://127.0.0.1:{server.getsockname()[1]}/a.tar"
         reading = pool.submit(make_cache(attempts=1, timeout=PATIENCE).fetch, url)
         connection, _ = server.accept()

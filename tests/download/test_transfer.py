@@ -5,7 +5,6 @@ import os
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -110,7 +109,7 @@ def test_bytes_after_an_abort_are_not_used(make, origin, monkeypatch):
     assert {start for start, _ in ranges(origin)[-2:]} == {BLOCK, 3 * BLOCK}  # resumed
 
 
-def test_a_late_thread_writes_into_no_other_file(make, origin, tmp_path, monkeypatch):
+def test_a_late_thread_writes_into_no_other_file(make, origin, pool, tmp_path, monkeypatch):
     """The download has failed, and another file may have its descriptor number."""
     monkeypatch.setattr(transfer, "_FAREWELL", 0.0)
     more = origin.hold(BLOCK)  # the first part
@@ -124,7 +123,7 @@ def test_a_late_thread_writes_into_no_other_file(make, origin, tmp_path, monkeyp
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     cache, other = make(connections=2), tmp_path / "other"
-    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as files:
+    with contextlib.ExitStack() as files:
         fetching = pool.submit(cache.fetch, URL)
         assert late.wait(PATIENCE)
         del origin.objects[URL]  # so the request for the third part fails
@@ -200,7 +199,7 @@ def test_closing_waits_a_limited_time_for_copies_to_an_upstream(make, tmp_path, 
 
 
 @pytest.mark.parametrize("during", ["another download", "no connection", "retries", "checksum"])
-def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
+def test_a_waiting_download_can_be_cancelled(make, origin, pool, monkeypatch, during):
     monkeypatch.setattr(transfer, "_LAST_RESPONSE", 2 * PATIENCE)
     cache = make(attempts=100, connections=1 if during == "no connection" else 4)
     download, real = Download(cache.process.downloads, parse_url(URL)), origin.stat
@@ -210,7 +209,7 @@ def test_a_waiting_download_can_be_cancelled(make, origin, monkeypatch, during):
         "retries": lambda: len(origin.requests) >= 3,
         "checksum": lambda: download.progress().written == SIZE,
     }
-    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as end:
+    with contextlib.ExitStack() as end:
         if during == "another download":
             end.callback(held_elsewhere(cache, URL).release)
         elif during == "no connection":

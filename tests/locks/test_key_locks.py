@@ -1,8 +1,6 @@
 """The lock of a key is one lock for all options of a cache."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
@@ -18,7 +16,7 @@ CROSSED = ["plain", "tiers", "isolation", "locks", "tiers isolation", "tiers loc
 
 @pytest.mark.parametrize("names", CROSSED)
 def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(
-    make_cache, origin, tmp_path, set_variables, names
+    make_cache, origin, pool, tmp_path, set_variables, names
 ):
     set_variables(SHARDCACHE_JOB="j7")
     tiers = [{"dir": tmp_path / "ram", "min_free": 0}]
@@ -30,12 +28,12 @@ def test_a_repair_does_not_touch_a_shard_that_is_being_downloaded(
     damage(cache.entry(URL).data)
     origin.objects[URL] = make_tar(2, 400, 3500)
     more, requests = origin.hold(BLOCK + 5), len(origin.requests)
-    with ThreadPoolExecutor() as pool, ExitStack() as end:
-        end.callback(more.set)
-        pool.submit(other.prewarm, [URL], refresh=True)
-        wait_until(lambda: len(origin.requests) > requests)
-        (finding,) = cache.verify(repair=True)
-        assert (finding.state, finding.set_aside) == ("damaged", False)
+    prewarm = pool.submit(other.prewarm, [URL], refresh=True)
+    wait_until(lambda: len(origin.requests) > requests)
+    (finding,) = cache.verify(repair=True)
+    assert (finding.state, finding.set_aside) == ("damaged", False)
+    more.set()
+    prewarm.result()
     assert caches.read(cache, URL) == origin.objects[URL]
     wait_until(lambda: not list(tmp_path.rglob("locks/??/*")))  # the download leaves no lock file
 

@@ -9,7 +9,6 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, count, repeat
@@ -461,7 +460,7 @@ def test_a_stream_that_cannot_be_continued_is_not_said_to_be_replaced(serve, mak
         read(make_cache(attempts=2, max_size=MIB), f"{server.url}/a.tar")
 
 
-def test_connections_that_a_network_forgot_cost_one_attempt(serve, make_cache):
+def test_connections_that_a_network_forgot_cost_one_attempt(serve, make_cache, pool):
     """New connections work, while the server never receives what is sent on idle ones."""
     met, old, over = threading.Barrier(2), threading.local(), threading.Event()
 
@@ -475,8 +474,7 @@ def test_connections_that_a_network_forgot_cost_one_attempt(serve, make_cache):
 
     server = serve(answered, most=9)
     cache = make_cache(attempts=2, timeout=0.5)
-    with ThreadPoolExecutor(2) as pool:
-        for data in pool.map(lambda n: read(cache, f"{server.url}/old-{n}.tar"), range(2)):
-            assert data == SMALL
-        assert read(cache, f"{server.url}/new.tar") == SMALL
+    for data in pool.map(lambda n: read(cache, f"{server.url}/old-{n}.tar"), range(2)):
+        assert data == SMALL
+    assert read(cache, f"{server.url}/new.tar") == SMALL
     over.set()

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
@@ -203,7 +202,7 @@ def test_errors_of_a_filesystem_become_errors_of_the_library(hooked_cache, set_h
 
 @pytest.mark.parametrize("source", ["filesystem", "TLS"])
 def test_a_blocked_read_can_be_aborted(
-    hooked_cache, set_hook, context, authority, monkeypatch, source
+    hooked_cache, pool, set_hook, context, authority, monkeypatch, source
 ):
     reading, released, stop = threading.Event(), threading.Event(), threading.Event()
     set_hook(lambda name: name == "read" and (reading.set(), released.wait()))
@@ -215,7 +214,7 @@ def test_a_blocked_read_can_be_aborted(
 
     monkeypatch.setenv("SSL_CERT_FILE", authority[0])
     cache = hooked_cache(timeout=8 * PATIENCE)
-    with running(Scripted(stalled), context) as server, ThreadPoolExecutor() as pool:
+    with running(Scripted(stalled), context) as server:
         url = URL if source == "filesystem" else f"{server.url}/a"
         prewarm = pool.submit(cache.prewarm, [url], stop=stop)
         assert reading.wait(PATIENCE)

@@ -6,7 +6,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from resource import RUSAGE_THREAD, getrusage
@@ -130,7 +129,7 @@ def test_a_body_comes_whole_and_a_long_one_seldom_wakes_its_reader(
     assert waits < len(pieces) / 2 or step < 1 << 20
 
 
-def test_no_fork_interrupts_openssl(make_cache, context, authority, monkeypatch):
+def test_no_fork_interrupts_openssl(make_cache, pool, context, authority, monkeypatch):
     """Not in a handshake, nor in the first read, which gets the tickets of the session."""
     may_fork: dict[str, bool] = {}
 
@@ -150,6 +149,6 @@ def test_no_fork_interrupts_openssl(make_cache, context, authority, monkeypatch)
         watch(ssl.SSLContext, "wrap_bio")
         for name in ("do_handshake", "read"):
             watch(ssl.SSLObject, name)
-        with make_cache() as cache, ThreadPoolExecutor() as pool:
-            assert pool.submit(cache.fetch, f"{server.url}/a.tar").result().size == len(SHARD)
+        fetching = pool.submit(make_cache().fetch, f"{server.url}/a.tar")
+        assert fetching.result().size == len(SHARD)
     assert may_fork == dict.fromkeys(("wrap_bio", "do_handshake", "read"), False)

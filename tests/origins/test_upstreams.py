@@ -25,15 +25,9 @@ URL = "s3://lab/train/0.tar"
 DATA = make_tar(0, members=50, size=40_000)
 ALIKE = make_tar(8, members=50, size=40_000)  # as large
 LARGE = make_tar(3, members=200, size=60_000)
-OBJECTS = {URL: DATA}
+URLS = [f"s3://lab/{number}.tar" for number in range(6)]
+OBJECTS = {URL: DATA, **{url: make_tar(number) for number, url in enumerate(URLS)}}
 SIDECAR = "0.tar.shardcache.json"
-
-
-@pytest.fixture
-def nas(tmp_path):
-    """A directory that all nodes share."""
-    (tmp_path / "nas").mkdir()
-    return tmp_path / "nas"
 
 
 @pytest.fixture
@@ -43,19 +37,6 @@ def node(make_cache, tmp_path):
     return lambda *upstreams, **options: make_cache(
         **{"dir": tmp_path / f"node-{next(count)}", "upstreams": list(upstreams)} | options
     )
-
-
-@pytest.fixture
-def filled(node, nas, origin):
-    """Returns a function that lets a node copy the shard; it returns the path of the copy."""
-
-    def fill():
-        with node(writable(nas)) as cache:
-            cache.open(URL).read()
-        origin.requests.clear()
-        return nas / "lab/train/0.tar"
-
-    return fill
 
 
 def requests(origin) -> int:
@@ -81,11 +62,10 @@ def test_a_cluster_downloads_a_shard_from_its_origin_once(node, origin, nas, fil
     assert requests(origin) == before
 
 
-def test_a_store_that_is_missing_is_named_and_not_made(node, origin, tmp_path, caplog):
+def test_a_store_that_is_missing_is_named_and_not_made(node, tmp_path, caplog):
     cache = node(writable(tmp_path / "unmounted"))
-    for number in range(3):
-        origin.objects[f"s3://lab/{number}.tar"] = DATA
-        cache.fetch(f"s3://lab/{number}.tar")
+    for url in URLS:
+        cache.fetch(url)
         texts = [text for text in caches.warnings(caplog) if f"no {tmp_path}/unmounted" in text]
         assert len(texts) == 1
     assert not (tmp_path / "unmounted").exists()
@@ -112,7 +92,7 @@ def test_a_shard_that_the_origin_began_is_read_from_a_copy_that_came_later(
         first.fetch(URL)
     if copied == "another":
         origin.objects[URL] = make_tar(9, members=50, size=40_000)
-    copy, data = filled(), origin.objects[URL]
+    copy, data = filled(URL), origin.objects[URL]
     if copied == "without sidecar":
         copy.with_name(SIDECAR).unlink()
     origin.faults += [Fault(after=0)] * 9
@@ -168,7 +148,7 @@ def test_a_damaged_copy_is_not_used(node, origin, nas, damage, caplog):
 
 
 def test_a_copy_that_is_cut_while_it_is_read_is_not_used(node, filled, monkeypatch, caplog):
-    copy, real = filled(), LocalFileOpener.read
+    copy, real = filled(URL), LocalFileOpener.read
 
     def read(file, size):
         if copy.stat().st_size == len(DATA):
@@ -187,7 +167,7 @@ def test_the_origin_continues_for_an_upstream_that_fails(
 ):
     """Without a sidecar, it is another program's copy, whose bytes must be equal."""
     data = origin.objects[URL] = LARGE
-    copy = filled()
+    copy = filled(URL)
     if not sidecar:
         copy.with_name(SIDECAR).unlink()
     fail_files(4 << 20)
@@ -207,7 +187,7 @@ def test_the_origin_does_not_finish_a_damaged_copy(
     node, origin, nas, filled, fail_files, caplog, then
 ):
     data = origin.objects[URL] = LARGE
-    filled().write_bytes(flipped(data, BLOCK + 9))
+    filled(URL).write_bytes(flipped(data, BLOCK + 9))
     fail_files(4 << 20, KeyboardInterrupt() if "next" in then else None)
     cache = node(nas, connections=1, fill="complete")
     if "next" in then:
@@ -222,7 +202,7 @@ def test_the_origin_does_not_finish_a_damaged_copy(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_damaged_copy_that_is_streamed_is_an_error(node, nas, filled, fail_files, fails):
-    filled().write_bytes(flipped(DATA, 9 if fails else len(DATA) - 1))
+    filled(URL).write_bytes(flipped(DATA, 9 if fails else len(DATA) - 1))
     if fails:
         fail_files(2500, most=1000)
     with node(nas, max_size=1, prefetch=0).open(URL) as stream:
@@ -337,7 +317,7 @@ def test_a_copy_that_is_not_written_is_not_visible_and_fails_no_prewarm(
 def test_a_replaced_copy_is_no_copy_until_the_new_one_is_there(
     node, origin, nas, filled, monkeypatch
 ):
-    copy = filled()
+    copy = filled(URL)
     origin.objects[URL] = ALIKE  # as large
     replace = refusing(errno.EIO, when=lambda new, old: old == copy, real=Path.replace)
     with monkeypatch.context() as patch, node(writable(nas)) as cache:
@@ -350,11 +330,9 @@ def test_a_replaced_copy_is_no_copy_until_the_new_one_is_there(
     assert copy.read_bytes() == ALIKE
 
 
-def test_a_shard_is_not_evicted_while_it_is_copied(node, origin, nas, monkeypatch, caplog):
+def test_a_shard_is_not_evicted_while_it_is_copied(node, nas, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     released, begun, real = threading.Event(), [], shutil.copyfile
-    urls = [f"s3://lab/{number}.tar" for number in range(6)]
-    origin.objects |= {url: make_tar(number) for number, url in enumerate(urls)}
 
     def slow(*paths):
         begun.append(paths)
@@ -362,17 +340,17 @@ def test_a_shard_is_not_evicted_while_it_is_copied(node, origin, nas, monkeypatc
         return real(*paths)
 
     monkeypatch.setattr("shardcache.origins.resolve.shutil.copyfile", slow)
-    limit = 5 * room(nas, len(origin.objects[urls[0]]))
+    limit = 5 * room(nas, len(OBJECTS[URLS[0]]))
     with node(writable(nas), max_size=limit, policy="lru") as cache:
-        for number, url in enumerate(urls):
-            assert caches.read(cache, url) == origin.objects[url]
+        for number, url in enumerate(URLS):
+            assert caches.read(cache, url) == OBJECTS[url]
             wait_until(lambda: not caches.unfinished(cache))
             wait_until(lambda number=number: len(begun) == min(number + 1, 4))
         released.set()
     assert sorted(path.name for path in nas.glob("lab/*.tar")) == [
         f"{n}.tar" for n in (0, 1, 2, 3, 5)
     ]
-    assert f"{urls[4]}: not copied to an upstream" in caplog.text
+    assert f"{URLS[4]}: not copied to an upstream" in caplog.text
     assert "the upstream" not in caplog.text
 
 
@@ -402,16 +380,14 @@ def test_an_upstream_can_be_an_object_store(s3, bucket, proxy, tmp_path):
 
 
 @pytest.mark.parametrize("is_down", [True, False])
-def test_an_upstream_that_fails_is_left_alone(node, origin, nas, fail_files, caplog, is_down):
+def test_an_upstream_that_fails_is_left_alone(node, nas, fail_files, caplog, is_down):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    urls = [f"s3://lab/{number}.tar" for number in range(4)]
-    origin.objects.update({url: make_tar(number) for number, url in enumerate(urls)})
     (nas / "lab").mkdir()
-    for number, url in enumerate(urls):
-        (nas / "lab" / f"{number}.tar").write_bytes(origin.objects[url])
+    for url in URLS:
+        (nas / url.removeprefix("s3://")).write_bytes(OBJECTS[url])
     fail_files(0, OSError(errno.EIO, "it cannot be read"))  # but it can be described
     with node(store(endpoint, "AK", "SK") if is_down else str(nas)) as cache:
-        for url in urls:
-            assert cache.open(url).read() == origin.objects[url]
+        for url in URLS:
+            assert cache.open(url).read() == OBJECTS[url]
     assert caplog.text.count("not using the upstream") == 1

@@ -7,7 +7,6 @@ import random
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import count
@@ -309,7 +308,9 @@ def test_a_read_through_s3fs_waits_until_the_throttling_ends(store, open_cache, 
     assert clock.naps
 
 
-def test_a_hanging_source_of_keys_stops_no_read(source, store, open_cache, tmp_path, monkeypatch):
+def test_a_hanging_source_of_keys_stops_no_read(
+    source, store, open_cache, pool, tmp_path, monkeypatch
+):
     monkeypatch.setattr("shardcache.origins.aws.CHAIN_TIMEOUT", 0.5)
     keys = json.dumps(EXPIRED | {"Expiration": "2099-01-01T00:00:00Z"})
     program, hangs = tmp_path / "program", tmp_path / "hangs"
@@ -327,16 +328,15 @@ def test_a_hanging_source_of_keys_stops_no_read(source, store, open_cache, tmp_p
         return refusal("400 Bad Request", "ExpiredToken")
 
     store.refuse = refuse
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(cache.open, "s3://lab/slow.tar")
-        sent.wait(PATIENCE)
-        try:
-            with pytest.raises(TransferError, match=r"has not answered for 0\.5 s \(for 1.0 s"):
-                cache.open("s3://lab/second.tar")
-            answered.set()
-            assert "has not answered" in str(slow.exception(PATIENCE))
-        finally:
-            hangs.unlink()
+    slow = pool.submit(cache.open, "s3://lab/slow.tar")
+    sent.wait(PATIENCE)
+    try:
+        with pytest.raises(TransferError, match=r"has not answered for 0\.5 s \(for 1.0 s"):
+            cache.open("s3://lab/second.tar")
+        answered.set()
+        assert "has not answered" in str(slow.exception(PATIENCE))
+    finally:
+        hangs.unlink()
 
 
 SSO = {

@@ -62,14 +62,11 @@ def test_after_a_read_error_the_rest_is_streamed(warm, break_reads, origin, capl
     assert len(warnings(caplog)) == 1 and "the rest is streamed" in caplog.text
 
 
-def test_an_unreadable_file_is_not_linked_again(make_cache, origin, break_reads, monkeypatch):
-    options = {"isolation": "job"}
-    monkeypatch.setenv("SHARDCACHE_JOB", "one")
-    assert read(make_cache(**options), URL) == DATA
-    monkeypatch.setenv("SHARDCACHE_JOB", "two")
+def test_an_unreadable_file_is_not_linked_again(make_job, origin, break_reads):
+    assert read(make_job("one"), URL) == DATA
     break_reads(errno.EIO, times=1)
     for _ in range(3):
-        assert read(make_cache(**options), URL) == DATA
+        assert read(make_job("two"), URL) == DATA
     assert origin.fetches == 3  # the first download, the rest of the broken read, and a download
 
 

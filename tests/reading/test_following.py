@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,7 @@ OBJECTS = {URL: DATA}
 @pytest.fixture
 def more(origin):
     """Setting this event releases the bytes after the third block."""
-    event = origin.hold(3 * BLOCK + 5)
-    yield event
-    event.set()
+    return origin.hold(3 * BLOCK + 5)
 
 
 def one(make_cache, **options):
@@ -48,20 +45,19 @@ def test_readers_follow_the_download_of_another_process(make_cache, origin, afte
     assert origin.fetches == 1
 
 
-def test_a_stream_that_joins_a_fetch_need_not_wait_for_a_block(make_cache, origin):
+def test_a_stream_that_joins_a_fetch_need_not_wait_for_a_block(make_cache, origin, pool):
     more, cache = origin.hold(200_000), one(make_cache)
-    with ThreadPoolExecutor() as pool:
-        fetch = pool.submit(cache.fetch, URL)
-        wait_until(lambda: unfinished(cache))
-        late = threading.Timer(PATIENCE, more.set)
-        late.start()
-        with cache.open(URL) as stream:
-            assert stream.read(100_000) == DATA[:100_000]
-            assert not more.is_set()
-            late.cancel()
-            more.set()
-            assert stream.read() == DATA[100_000:]
-        fetch.result()
+    fetch = pool.submit(cache.fetch, URL)
+    wait_until(lambda: unfinished(cache))
+    late = threading.Timer(PATIENCE, more.set)
+    late.start()
+    with cache.open(URL) as stream:
+        assert stream.read(100_000) == DATA[:100_000]
+        assert not more.is_set()
+        late.cancel()
+        more.set()
+        assert stream.read() == DATA[100_000:]
+    fetch.result()
     assert origin.fetches == 1
 
 
@@ -70,7 +66,7 @@ def test_a_stream_that_joins_a_fetch_need_not_wait_for_a_block(make_cache, origi
     [({"fill": "complete"}, True), ({}, False), ({"locks": "lease"}, True)],
     ids=["complete", "no version", "another node"],
 )
-def test_reading_begins_with_the_whole_shard(make_cache, origin, more, options, etags):
+def test_reading_begins_with_the_whole_shard(make_cache, origin, pool, more, options, etags):
     """Only a complete shard without a version is one version.
 
     An NFS server may have the journal of another node's download before its bytes.
@@ -80,13 +76,12 @@ def test_reading_begins_with_the_whole_shard(make_cache, origin, more, options, 
     if "locks" in options:
         assert cache.open(URL).read(10) == DATA[:10]
         cache = one(make_cache, **options)
-    with ThreadPoolExecutor() as pool:
-        beginning = pool.submit(lambda: cache.open(URL).read(10))
-        wait_until(lambda: origin.delivered >= 2 * BLOCK)
-        with pytest.raises(TimeoutError):
-            beginning.result(0.1)
-        more.set()
-        assert beginning.result(PATIENCE) == DATA[:10]
+    beginning = pool.submit(lambda: cache.open(URL).read(10))
+    wait_until(lambda: origin.delivered >= 2 * BLOCK)
+    with pytest.raises(TimeoutError):
+        beginning.result(0.1)
+    more.set()
+    assert beginning.result(PATIENCE) == DATA[:10]
     assert Path(cache.path(URL)).read_bytes() == DATA
 
 

@@ -120,21 +120,14 @@ def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, fail_files, 
 
 
 @pytest.fixture
-def copy(make_cache, origin, tmp_path):
-    """A copy of the shard on a NAS, written by another node."""
-    (tmp_path / "nas").mkdir(exist_ok=True)
-    place = {"url": str(tmp_path / "nas"), "write_back": True}
-    with make_cache(dir=tmp_path / "first", upstreams=[place]) as cache:
-        read(cache)
-    origin.requests.clear()
-    origin.stats.clear()
-    return tmp_path / "nas/lab/a/0.tar"
+def copy(filled):
+    return filled(URL)
 
 
 @pytest.fixture
-def near(full, tmp_path, copy):
+def near(full, tmp_path, nas, copy):
     """A cache without room that reads the copy."""
-    return full(dir=tmp_path / "full", upstreams=[tmp_path / "nas"], attempts=1)
+    return full(dir=tmp_path / "full", upstreams=[nas], attempts=1)
 
 
 @pytest.mark.parametrize("what", ["the copy", "both", "a copy without sidecar"])
@@ -177,12 +170,12 @@ def test_a_read_after_an_error_skips_no_bytes(near, origin, fail_files, monkeypa
 
 @pytest.mark.parametrize("copied", ["the same", "without sidecar", "another", "none"])
 def test_a_read_of_a_damaged_entry_is_continued_from_a_source_of_its_version(
-    make_cache, tmp_path, copy, origin, copied
+    make_cache, tmp_path, nas, copy, origin, copied
 ):
     """Without a sidecar, the version of the entry is that of the copy."""
     if copied == "without sidecar":
         copy.with_name("0.tar.shardcache.json").unlink()
-    cache = make_cache(dir=tmp_path / "node", upstreams=[tmp_path / "nas"])
+    cache = make_cache(dir=tmp_path / "node", upstreams=[nas])
     assert read(cache) == DATA
     if copied == "another":
         copy.write_bytes(OTHER)

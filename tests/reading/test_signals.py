@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -220,13 +219,12 @@ CALLS |= {requesting: 1, starting_a_thread: 1, undivided_work: 1}
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python: threads and a fork
 @pytest.mark.parametrize(("made", "step"), CALLS.items())
-def test_a_handler_may_end_a_call_at_any_moment(make_cache, url, monkeypatch, made, step):
+def test_a_handler_may_end_a_call_at_any_moment(make_cache, pool, url, monkeypatch, made, step):
     monkeypatch.setattr(threads, "_BEFORE_FORK", PATIENCE)
-    with ThreadPoolExecutor(1) as pool:
-        call, is_well = made(make_cache(), url, pool)
-        with no_descriptor_left() if made is opening_a_cached_shard else contextlib.nullcontext():
-            for _ in interrupted(call, step):
-                assert is_well()
+    call, is_well = made(make_cache(), url, pool)
+    with no_descriptor_left() if made is opening_a_cached_shard else contextlib.nullcontext():
+        for _ in interrupted(call, step):
+            assert is_well()
 
 
 def test_a_first_read_in_a_hook_of_atexit_works(url, tmp_path):

@@ -223,11 +223,8 @@ def test_a_pin_keeps_the_versions_that_are_read_during_a_refresh(
 
 
 @pytest.mark.parametrize("newest", [0, 1, 2])
-def test_an_outdated_version_is_not_linked(make_cache, origin, monkeypatch, newest):
-    caches = []
-    for job in ("one", "two", "three", "four"):
-        monkeypatch.setenv("SHARDCACHE_JOB", job)
-        caches.append(make_cache(isolation="job"))
+def test_an_outdated_version_is_not_linked(make_job, origin, newest):
+    caches = [make_job(name) for name in ("one", "two", "three", "four")]
     assert [read(cache) for cache in caches[:3]] == [OLD] * 3
     origin.objects[URL] = NEW
     refresh(caches[newest])

@@ -19,7 +19,7 @@ from shardcache.space import budget
 from shardcache.store.entry import Entry, Store
 from shardcache.urls import parse_url
 from tests.support.caches import read
-from tests.support.disktools import disk, needs_root
+from tests.support.disktools import disk
 from tests.support.fakes import FakeClock
 from tests.support.storetools import begin, begun, fill, metadata_for, payload, publish, room, taken
 
@@ -324,7 +324,7 @@ def test_a_large_cache_is_counted_by_a_few_admissions(make, monkeypatch) -> None
     assert len(inodes) == 1  # ext4 would flush a file that replaces another one
 
 
-@pytest.mark.parametrize("kind", ["local", pytest.param("tmpfs", marks=needs_root), "network"])
+@pytest.mark.parametrize("kind", ["local", "tmpfs", "network"])
 def test_small_shards_take_no_more_of_the_disk_than_max_size(shop, monkeypatch, kind) -> None:
     limit, real = 6 * shop.size, os.statvfs
 

@@ -19,7 +19,7 @@ from shardcache.space.eviction import CleanReport, Limits, Reason, total_bytes
 from shardcache.store.entry import Entry, Store, set_aside
 from shardcache.urls import parse_url
 from tests.support.caches import read
-from tests.support.disktools import disk, needs_root
+from tests.support.disktools import disk
 from tests.support.storetools import (
     PATIENCE,
     age,
@@ -152,7 +152,6 @@ def test_one_process_of_a_node_cleans_in_the_background(layout, shop, monkeypatc
     assert rounds == ["shardcache-clean"] * 2
 
 
-@needs_root
 def test_a_process_evicts_for_the_memory_of_its_job_in_one_thread(shop, monkeypatch):
     monkeypatch.setattr(tiers, "_MEMORY_INTERVAL", 0.0)
     gate, clean = threading.Event(), Space.clean

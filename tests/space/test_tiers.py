@@ -16,7 +16,7 @@ from shardcache.cache import Cache
 from shardcache.errors import CacheFullError
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
-from tests.support.disktools import disk, needs_root, remount
+from tests.support.disktools import disk, remount
 from tests.support.shop import Shop
 from tests.support.storetools import layout_of
 from tests.support.tars import make_tar
@@ -65,7 +65,6 @@ def test_a_killed_download_whose_tier_is_full_begins_anew_in_the_next(make_cache
         assert not list(ram.glob("v1/partial/*"))
 
 
-@needs_root
 @pytest.mark.parametrize("problem", ["a file", "read-only", "read-only later"])
 def test_jobs_and_commands_go_on_without_a_tier_that_fails(shop, ram, caplog, problem):
     is_read, url = problem == "read-only later", shop.urls[1]

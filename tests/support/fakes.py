@@ -74,12 +74,18 @@ class MemoryOrigin(base.Origin):
     delivered: int = 0  # bytes
     bodies: list[MemoryBody] = field(default_factory=list)  # every response so far
     guard: threading.Lock = field(default_factory=threading.Lock)
+    held: list[threading.Event] = field(default_factory=list)  # those that `hold` returned
 
     def hold(self, after: int) -> threading.Event:
         """Pause the next response after ``after`` bytes, until the returned event is set."""
-        event = threading.Event()
+        self.held.append(event := threading.Event())
         self.faults.append(Fault(after=after, wait=event))
         return event
+
+    def release(self) -> None:
+        """Let all responses go on."""
+        for event in self.held:
+            event.set()
 
     def state_checksum(self, url: str, data: bytes) -> None:
         """State the CRC32 of these bytes for an object."""

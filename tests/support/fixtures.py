@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -234,8 +235,54 @@ def make_cache(origin: MemoryOrigin) -> Iterator[Callable[..., Cache]]:
         return cache
 
     yield make
+    origin.release()
     for cache in made:
         cache.close()
+
+
+@pytest.fixture
+def make_job(
+    make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Cache]:
+    """Make caches of jobs, each with a namespace of its own."""
+
+    def make(name: str) -> Cache:
+        monkeypatch.setenv("SHARDCACHE_JOB", name)
+        return make_cache(isolation="job")
+
+    return make
+
+
+@pytest.fixture
+def pool(make_cache: Callable[..., Cache], origin: MemoryOrigin) -> Iterator[ThreadPoolExecutor]:
+    """Threads of the test; at its end, the origin lets their responses go on."""
+    with ThreadPoolExecutor(64) as pool:
+        yield pool
+        origin.release()
+
+
+@pytest.fixture
+def nas(tmp_path: Path) -> Path:
+    """A directory that all nodes share."""
+    (tmp_path / "nas").mkdir()
+    return tmp_path / "nas"
+
+
+@pytest.fixture
+def filled(
+    make_cache: Callable[..., Cache], origin: MemoryOrigin, tmp_path: Path, nas: Path
+) -> Callable[[str], Path]:
+    """Returns a function that lets a node copy a shard to the NAS; it returns the path there."""
+
+    def fill(url: str) -> Path:
+        upstream = {"url": str(nas), "write_back": True}
+        with make_cache(dir=tmp_path / "first", upstreams=[upstream]) as cache:
+            cache.open(url).read()
+        origin.requests.clear()
+        origin.stats.clear()
+        return nas / url.removeprefix("s3://")
+
+    return fill
 
 
 @pytest.fixture

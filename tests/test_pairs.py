@@ -1,6 +1,5 @@
 """Options crossed two by two: any two of them keep the same promises, with a real server."""
 
-import itertools
 import os
 
 import pytest
@@ -106,12 +105,6 @@ class World:
         if self.has("lease"):
             for root in (self.root, self.ram):
                 age(root)
-
-
-def test_the_rows_cover_all_pairs():
-    columns = zip(*map(str.split, ROWS.strip().splitlines()), strict=True)
-    for one, two in itertools.combinations(list(columns)[1:], 2):
-        assert set(zip(one, two, strict=True)) == set(itertools.product(one, two))
 
 
 @needs_root

@@ -1,6 +1,5 @@
-"""Many processes on one node with a real server: economy, killed processes and containers."""
+"""Many processes on one node with a real server: economy, and killed and stopped processes."""
 
-import ctypes
 import functools
 import os
 import signal
@@ -8,7 +7,6 @@ import signal
 import pytest
 
 from shardcache import Cache
-from tests.support.disktools import needs_root
 from tests.support.storetools import BLOCK, crowd, forked, together, wait_until
 from tests.support.tars import make_tar
 
@@ -99,26 +97,3 @@ def test_a_stopped_holder_is_passed_by_and_wakes_harmlessly(url, proxy, layout):
     (entry,) = Cache().entries()
     assert entry.data.read_bytes() == SHARD
     assert list(layout.partial.iterdir()) == []
-
-
-def contained(parent, url):
-    """Read a shard in a container, in which the reader has the pid 1."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.unshare(0x20020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWPID | _NEWNS
-    if pid := os.fork():
-        os.waitpid(pid, 0)
-        return
-    assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
-    assert libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
-    assert os.getpid() == 1 and os.readlink("/proc/self") == "1"
-    reader(parent, url)
-
-
-@needs_root
-def test_containers_with_equal_pids_share_one_fetch(url, layout, proxy):
-    with forked(contained, url) as one, forked(contained, url) as other:
-        one.tell()
-        other.tell()
-        assert [one.hear(), other.hear()] == [STORED] * 2
-        assert proxy.fetches().total() == 1
-        assert len(list(layout.sessions.glob("*.session"))) == 2

@@ -13,25 +13,6 @@ from tests.support.storetools import PATIENCE
 from tests.support.tars import make_tar
 from tests.support.trainingtools import programs
 
-#: As in timm and lhotse, workers build the pipeline and skip errors.
-TRAINING = """
-import sys, torch, webdataset as wds
-class Samples(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        shards = wds.SimpleShardList(sys.argv[1]), wds.split_by_worker
-        samples = wds.tarfile_to_samples(handler=wds.ignore_and_continue)
-        return (sample["__key__"] for sample in wds.DataPipeline(*shards, samples))
-if __name__ == "__main__":
-    method, forks = sys.argv[2], sys.argv[2] == "fork"  # others import torch in each worker
-    loader = torch.utils.data.DataLoader(
-        Samples(), batch_size=None, num_workers=1 + forks, multiprocessing_context=method,
-        persistent_workers=not forks)
-    for epoch in range(2):
-        keys = sorted(loader)
-        print(len(keys), len(set(keys)))
-    del loader  # ends the workers, which then write their statistics
-    sys.exit(7)
-"""
 #: The import of torch takes seconds.
 WITHOUT_TORCH = """
 import sys; sys.modules["torch"] = None
@@ -39,7 +20,7 @@ import webdataset as wds
 """
 #: Reads all samples of its shards.
 SAMPLES = f"{WITHOUT_TORCH}\nprint(len(list(wds.WebDataset(sys.argv[1], shardshuffle=False))))\n"
-#: Reads them twice in each of two workers, and skips errors.
+#: Reads them twice in each of two workers, which build the pipeline and skip errors, as in timm.
 WORKERS = f"""{WITHOUT_TORCH}
 import multiprocessing, os
 def read(worker):
@@ -47,13 +28,14 @@ def read(worker):
     samples = wds.tarfile_to_samples(handler=wds.ignore_and_continue)
     dataset = wds.DataPipeline(wds.SimpleShardList(sys.argv[1]), wds.split_by_worker, samples)
     sys.stdout.write(f"{{len(list(dataset))}} {{len(list(dataset))}}\\n")  # at once
-context = multiprocessing.get_context("fork")
-workers = [context.Process(target=read, args=(worker,)) for worker in range(2)]
-for worker in workers:
-    worker.start()
-for worker in workers:
-    worker.join()
-sys.exit(7)
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[2])
+    workers = [context.Process(target=read, args=(worker,)) for worker in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    sys.exit(7)
 """
 #: Reads and writes a file, reads a shard and the output of a command.
 FILES = f"""{WITHOUT_TORCH}
@@ -87,8 +69,8 @@ def launch(tmp_path):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_read_through_the_cache(method, launch, spec, proxy, tmp_path):
-    code, out, err = launch(TRAINING, spec, method)
-    assert (code, out) == (7, "80 80\n" * 2), err
+    code, out, err = launch(WORKERS, spec, method)
+    assert (code, out) == (7, "40 40\n" * 2), err
     assert [*proxy.fetches().values()] == [1] * SHARDS
     last = f"{2 * SHARDS} shards opened, {SHARDS} of them from the cache in /"
     assert last in err
@@ -112,7 +94,7 @@ def test_the_last_line_counts_the_opens_of_this_run_only(launch, spec, bucket):
     ],
 )
 def test_a_fault_is_logged_once(shards, directory, samples, line, last, launch, spec, tmp_path):
-    code, out, err = launch(WORKERS, shards or spec, directory=tmp_path / directory)
+    code, out, err = launch(WORKERS, shards or spec, "fork", directory=tmp_path / directory)
     assert (code, out) == (7, f"{samples} {samples}\n" * 2)
     assert err.count(line) == 1, err  # two epochs of two workers
     assert last in err.splitlines()[-1] and "streamed, not cached" not in err
@@ -131,7 +113,7 @@ def test_a_read_only_cache_is_named_by_prewarm_and_once_by_run(launch, spec, run
         run.out(*prewarm)
         remount(path, "ro")
         error = run.err(*prewarm, code=2)
-        code, out, err = launch(WORKERS, spec, directory=path / "c")
+        code, out, err = launch(WORKERS, spec, "fork", directory=path / "c")
     assert "Read-only file system" in error and "remount,rw" in error
     assert (code, out) == (7, "40 40\n" * 2)
     assert err.lower().count("read-only") == 1 and "counts nothing" in err, err

@@ -1,4 +1,4 @@
-"""The command line on a terminal, and without one."""
+"""The command line on a terminal."""
 
 import os
 import re
@@ -8,21 +8,6 @@ import pytest
 
 from tests.support.clitools import Screen
 from tests.support.tars import make_tar
-
-
-def test_without_a_terminal_there_is_no_bar_no_escape_and_no_prompt(run, spec, bucket):
-    for line, expected in (
-        (f"prewarm {spec}", 0),
-        ("ls", 0),
-        ("verify", 0),
-        ("top --count 1 --interval 0.2", 0),
-        (f"rm s3://{bucket}/train-0000.tar", 2),
-        ("clean --all", 2),
-    ):
-        code, out, err = run(*line.split())
-        assert code == expected and "\x1b" not in out + err and "\r" not in out + err, line
-        assert ("pass -y" in err) is (code == 2)
-    assert "\x1b[1mSHARD" in run("ls", "--color", "always")[1]
 
 
 def test_a_terminal_shows_progress_and_gets_its_cursor_back(slow, bucket):

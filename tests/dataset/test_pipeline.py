@@ -397,17 +397,6 @@ def test_another_number_of_samples_is_refused(make, make_cache, origin, stages, 
         list(other)
 
 
-def test_a_shard_that_had_no_sample_is_not_opened_again(make, make_cache, origin):
-    origin.objects[URLS[1]] = b"<html></html>"
-    dataset = make(**SKIP)
-    state = list(islice(dataset, 15)) and saved(dataset)
-    assert state["counts"] in (" 10 0 12", " 10 ~0 12")
-    state["counts"] = " 10 ~0 12"  # a read had the error, and not an open
-    other = make(cache=make_cache(fill="complete"), **SKIP)
-    other.load_state_dict(state)
-    assert keys(other) == keys(dataset)[15:]
-
-
 @pytest.mark.parametrize("stages", [(), *REPLAYED])
 @pytest.mark.parametrize("select", [None, str.isprintable])
 def test_another_order_of_shards_is_refused(make_cache, stages, select):
@@ -519,24 +508,6 @@ def test_workers_may_read_a_pipeline_again_or_another_one(of_files, through):
     both = again if through else ChainDataset([dataset, of_files()])
     loader = batches_of(both, timeout=60)
     assert sorted(flat(loader)) == sorted(flat(loader)) == sorted(2 * KEYS[:46])
-
-
-def test_loaders_with_equal_seeds_read_an_epoch_each(of_files):
-    """The last worker of one begins after those of the other."""
-    dataset = of_files(wds.shuffle(5))
-    one, two = (
-        batches_of(
-            dataset,
-            generator=torch.Generator().manual_seed(0),
-            worker_init_fn=lambda worker, late=late: time.sleep(late * worker),
-            timeout=60,
-        )
-        for late in (0.5, 0)
-    )
-    pairs = [*zip(one, two, strict=True)]
-    assert sorted(flat(each for each, _ in pairs)) == KEYS[:46]
-    assert sorted(flat(each for _, each in pairs)) == KEYS[:46]
-    assert dataset.epoch == 2
 
 
 def test_a_fork_of_a_process_that_has_used_threads_of_torch_attaches(of_files):

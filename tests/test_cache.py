@@ -1,9 +1,7 @@
 """The `Cache` object: reading, pinning, cleaning, and forked children."""
 
-import re
 import shutil
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.process import ProcessCache
 from shardcache.store.entry import Opened
 from tests.support.caches import read
-from tests.support.storetools import BLOCK, descriptors, together, wait_until
+from tests.support.storetools import BLOCK, together
 from tests.support.tars import make_tar
 
 URL, OTHER = "s3://lab/train-0000.tar", "s3://lab/train-0001.tar"
@@ -130,17 +128,6 @@ def test_a_session_belongs_to_one_process_and_ends_with_its_cache(make_cache, la
     cache.close()
     assert not sessions() & before
     assert read(cache, URL) == DATA
-
-
-def test_a_child_forked_during_a_download_holds_no_lock(make_cache, origin):
-    cache, gate = make_cache(connections=1), origin.hold(after=BLOCK)
-    thread = threading.Thread(target=cache.fetch, args=(URL,))
-    thread.start()
-    wait_until(lambda: origin.delivered >= BLOCK)
-    (opened,) = together(1, lambda n: " ".join(descriptors()))
-    gate.set()
-    thread.join()
-    assert URL in cache and not re.search(r"/partial/|\.lock", opened)
 
 
 def test_a_cache_refuses_sockets_that_ignore_timeouts_of_the_kernel(tmp_path, monkeypatch):

@@ -323,25 +323,21 @@ def test_redact_keeps_other_text():
 
 
 @pytest.mark.parametrize(
-    ("url", "basename"),
+    "url",
     [
-        (f"https://me:{CANARY}@h/k?sig={CANARY}&x=1#{CANARY}", "k"),
-        (f"s3://me:{CANARY}@b/k?versionId=7", "k"),
-        (f"pipe:curl -H 'X-Token: {CANARY}' https://h/k?sig={CANARY}", "pipe"),
-        (f"pipe:curl -H 'Authorization: Bearer {CANARY}' https://h/k", "k"),
+        f"https://me:{CANARY}@h/k?sig={CANARY}&x=1#{CANARY}",
+        f"s3://me:{CANARY}@b/k?versionId=7",
+        f"pipe:curl -H 'X-Token: {CANARY}' https://h/k?sig={CANARY}",
+        f"pipe:curl -H 'Authorization: Bearer {CANARY}' https://h/k",
     ],
 )
-def test_only_spawned_children_get_credentials_in_a_pickle(url, basename, monkeypatch):
+def test_only_spawned_children_get_credentials_in_a_pickle(url, monkeypatch):
     shard = Cache(allow_schemes=["pipe"]).parse(url)
     assert deepcopy([shard]) == [shard]
     data = pickle.dumps([shard])
-    assert shard.basename == basename
-    assert CANARY not in data.decode("latin-1") + str(shard) + repr(shard)
+    assert CANARY not in data.decode("latin-1") + str(shard) + repr(shard) + shard.basename
     (found,) = pickle.loads(data)
     assert replace(found, raw=shard.raw, options=shard.options) == shard
-    if shard.scheme == "pipe" or shard.options:  # must not be read without its credentials
-        assert found.raw == "" if shard.scheme == "pipe" else found.is_masked
-    else:
-        assert key_of(found.raw) == shard.key
+    assert found.is_masked == (shard.scheme != "s3")  # then it must not be read
     monkeypatch.setattr("multiprocessing.context.get_spawning_popen", object)
     assert pickle.loads(pickle.dumps([shard])) == [shard]

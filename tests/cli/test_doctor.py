@@ -191,11 +191,9 @@ def test_findings_about_the_environment(ask, serve, monkeypatch, variables, resp
     assert sum("AWS4-HMAC" in head for head in server.heads) <= 1  # one signed request
 
 
-def test_a_failing_credential_process_does_not_stop_the_doctor(ask, tmp_path, monkeypatch):
-    (file := tmp_path / "config").write_text("[default]\ncredential_process = echo no\n")
+def test_a_silent_credential_process_does_not_stop_the_doctor(ask, tmp_path, monkeypatch):
+    (file := tmp_path / "config").write_text("[default]\ncredential_process = sleep 3\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
-    assert "no credentials: " in of(ask(), "credentials", "warn")["found"]
-    file.write_text("[default]\ncredential_process = sleep 3\n")
     monkeypatch.setattr("shardcache.cli.doctor._PATIENCE", 0.5)
     assert "no response" in of(ask(), "credentials", "fail")["found"]
 

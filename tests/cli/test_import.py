@@ -12,7 +12,6 @@ import pytest
 
 from shardcache.download import worker
 from shardcache.errors import IntegrityError
-from tests.support.disktools import disk, needs_root, remount
 from tests.support.storetools import together, wait_until
 from tests.support.tars import make_tar
 
@@ -174,18 +173,6 @@ def test_a_file_that_changes_during_its_copy_is_not_imported(open_cache, folder,
         with pytest.raises(IntegrityError, match="is not imported"):
             cache.add(url, file)
     assert cache.path(url) is None and not list((cache.dir / "v1/partial").iterdir())
-
-
-@needs_root
-def test_a_file_on_a_read_only_disk_is_copied_into_the_first_tier(open_cache, url, data, tmp_path):
-    with disk(tmp_path / "snapshot", "size=8m") as source:
-        (source / "x.tar").write_bytes(data["train-0000.tar"])
-        os.utime(source / "x.tar", (0, 0))
-        remount(source, "ro")
-        cache = open_cache(tiers=[{"dir": tmp_path / "fast", "min_free": 0}])
-        entry = cache.add(url, source / "x.tar")
-    assert (tmp_path / "fast") in entry.path.parents
-    assert entry.data.read_bytes() == data["train-0000.tar"]
 
 
 def test_two_processes_import_one_file_at_once(open_cache, folder, url, proxy):

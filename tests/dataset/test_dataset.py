@@ -8,13 +8,11 @@ import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 import webdataset as wds
-from torch.utils.data import DataLoader
 
 from shardcache import Cache, ShardBatchSampler, TarDataset
 from shardcache.dataset import dataset as module
@@ -337,23 +335,3 @@ def test_an_index_file_may_have_a_signed_url_and_a_shard_a_path(files, make_cach
     files.files |= {"/d/1.tar": sample_tar(1, 3), "/d/index.json": b'{"1.tar": 3}'}
     url = f"{files.url}/d/index.json?X-Amz-Signature=a/b"
     assert keys(TarDataset(url, cache=make_cache())) == [f"0001-{n:05d}" for n in range(3)]
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}]
-)
-def test_a_state_has_the_batches_that_a_loader_has_returned(data, options):
-    def loaded(sampler):
-        return DataLoader(data, batch_sampler=sampler, collate_fn=keys, **options)
-
-    one, two = (ShardBatchSampler(data, 2, shuffle=2) for _ in range(2))
-    whole, loader = list(loaded(two)), loaded(one)
-    for returned in (1, 5, 12):  # more than the workers read ahead, and all
-        one.set_epoch(0)
-        first = list(islice(loader, returned))
-        two.load_state_dict(one.state_dict())
-        assert two.state_dict() == one.state_dict(batch=returned)
-        if returned < 12:
-            assert first + list(islice(loaded(two), 4)) == whole[: returned + 4]
-            assert two.state_dict() == one.state_dict(batch=returned + 4)
-    assert (two.epoch, two.batch) == (1, 0)

@@ -362,19 +362,6 @@ def test_after_an_exception_the_state_is_that_of_the_last_output(make, make_cach
     assert first and first + list(three) == whole
 
 
-def test_the_end_of_an_epoch_without_a_further_sample_is_the_end(make):
-    stages = wds.slice(4), wds.select(lambda sample: sample["__key__"] in KEYS[:20])
-    for epoch in range(6):
-        one, two = (make(*stages).repeat(3) for _ in range(2))
-        one.set_epoch(epoch)
-        list(one)
-        two.load_state_dict(saved(one))
-        assert (list(two), two.epoch) == ([], epoch + 1)
-        one.set_epoch(epoch)
-        two.load_state_dict(saved(one))  # before the first sample
-        assert keys(two) == keys(one)
-
-
 @pytest.mark.skipif(BEFORE_1_0, reason="WebDataset does not check for samples")
 def test_an_epoch_without_samples_is_an_error_of_webdataset(make, origin):
     resumed(make, empty_check=True)

@@ -55,18 +55,6 @@ def outcomes(report):
     return "".join(marks[result.outcome] for result in report.results)
 
 
-def test_skip_missing_takes_only_an_absence_for_no_failure(make_cache, fill, origin):
-    cache, urls = make_cache(), fill(names(2))
-    cache.prewarm(urls)
-    del origin.objects[urls[0]]
-    urls.append("s3://b/absent.tar")
-    assert cache.prewarm(urls, refresh=True).failed == 2
-    assert cache.prewarm(urls, refresh=True, skip_missing=True, dry_run=True).failed == 0
-    report = cache.prewarm(urls, refresh=True, skip_missing=True, max_failures=0)
-    assert [*report.errors("skipped")] == [urls[0], urls[2]]
-    assert (report.failed, report.cached, report.stopped) == (0, 1, None)
-
-
 def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, monkeypatch):
     monkeypatch.setattr("shardcache.cli.output.LINE_EVERY", 0.01)
     urls, shown = [*fill(names(2)), "s3://b/absent.tar"], []
@@ -266,22 +254,6 @@ def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, fi
     assert list((cache.dir / "v1/partial").iterdir()) == []  # none is live
 
 
-def test_a_stop_does_not_wait_for_a_stuck_download(make_cache, fill, monkeypatch):
-    monkeypatch.setattr("shardcache.prewarm.run._CANCEL_TIMEOUT", 0.2)
-    release, stop = threading.Event(), threading.Event()
-    obtain = ProcessCache.fetch
-
-    def stuck(self, download):
-        stop.set()
-        release.wait(60)
-        return obtain(self, download)
-
-    monkeypatch.setattr(ProcessCache, "fetch", stuck)
-    report = make_cache().prewarm(fill(names(2)), jobs=1, stop=stop)
-    release.set()
-    assert outcomes(report) == "--" and report.stopped is Stopped.REQUESTED
-
-
 @pytest.mark.locks_work("flock")
 def test_only_best_effort_goes_on_in_a_full_cache(make_cache, origin, fill, monkeypatch, tmp_path):
     urls = fill(names(10))
@@ -313,17 +285,6 @@ def test_wanted_shards_are_not_evicted_for_each_other(make_cache, listed, fill, 
     report = cache.prewarm([new, urls[0], urls[2]], jobs=1)
     assert outcomes(report) == ".cc" and report.plan.evict == size
     assert urls[1] not in cache  # although it is the most recently used
-
-
-@pytest.mark.locks_work("flock")
-def test_a_command_keeps_the_cached_shards_that_it_wants(make_cache, origin, fill, tmp_path):
-    urls = fill(names(2))
-    with make_cache(max_size=room(tmp_path, SIZE)) as cache:
-        cache.fetch(urls[0])
-    with Cache.from_config(cache.config) as command:
-        command.process.origins.use("s3", origin)
-        assert outcomes(command.prewarm(urls)) == "cF"
-        assert urls[0] in command
 
 
 def test_a_pattern_is_listed_once_for_names_and_sizes(spec, bucket, data, proxy, tmp_path):

@@ -10,8 +10,8 @@ import warnings
 from functools import partial
 
 import pytest
-import torch
 import webdataset as wds
+from torch.utils.data import DataLoader
 from webdataset import tariterators
 from webdataset.filters import FilterFunction, pipelinefilter
 
@@ -246,7 +246,7 @@ def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, orig
     [("fork", False), ("spawn", False), ("fork", True), ("forkserver", True)],
 )
 def test_dataloader_workers_share_downloads(
-    method, is_registered, s3, bucket, proxy, s3_environment, tmp_path, monkeypatch
+    method, is_registered, s3, bucket, proxy, s3_environment, tmp_path
 ):
     data, cache = DataSet(s3, bucket, proxy), Cache(tmp_path / "cache")
     dataset = wds.WebDataset(data.spec, shardshuffle=False)
@@ -257,7 +257,7 @@ def test_dataloader_workers_share_downloads(
     if method == "fork":
         assert list(dataset)  # a child must not use the parent's clients
     options = {"multiprocessing_context": method, "persistent_workers": method == "spawn"}
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, **options)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, **options)
     before = cache.stats().opens
     for epoch in (1, 2):
         assert data.complete(keys(loader))
@@ -285,9 +285,7 @@ def test_the_pipeline_of_the_pages_shuffles_shards_in_every_epoch(
     assert len({re.search(r"(?s)\ndataset = .*attach\(dataset\)", code)[0] for code in codes}) == 1
     exec(codes[0], names := {})  # noqa: S102 - our own
     dataset, loader = names["dataset"], names["loader"]
-    persistent = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=2, persistent_workers=True
-    )
+    persistent = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
     for epochs in map(three_epochs, (dataset, loader, persistent)):
         assert all(map(data.complete, epochs)) and len({*epochs}) == 3
     seen = []
@@ -356,7 +354,7 @@ def test_attach_warns_once_of_shards_that_readers_do_not_share(
     dataset = pipeline_of([*map(str, paths)], *split)
     for _ in range(2):
         make_cache().attach(dataset)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
     assert list(loader) and list(loader)
     log = (tmp_path / "log").read_text()
     assert len(log.splitlines()) == bool(warning) and (warning or "") in log

@@ -87,8 +87,6 @@ def test_local_files_are_cached_only_on_request(make_cache, tmp_path):
         assert read(cache, url) == DATA
         with cache.pinned(url) as path:
             assert path == file
-    with pytest.raises(ConfigError, match="cache_local"):
-        cache.fetch(str(file))
     for use in (cache.open, cache.pinned):
         with pytest.raises(ShardNotFoundError, match="does not exist"), use(f"{tmp_path}/none.tar"):
             pass

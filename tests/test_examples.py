@@ -16,13 +16,8 @@ SRUN = '[[ $1 == --ntasks-per-node=1 ]] && shift\necho "srun: $1 $2" >&2\nexec "
 #: A stub for torchrun with one process; the batch file runs torchrun itself.
 ALONE = '[[ "${*:1:3}" == "--standalone --nproc-per-node 1" ]] && exec python "${@:4}"'
 SCONTROL = '[[ "$*" == "show hostnames node[1]" ]] && echo localhost'
-NODE = {
-    "SLURM_SUBMIT_DIR": str(ROOT),
-    "SLURM_JOB_ID": "17",
-    "SLURM_JOB_NUM_NODES": "1",
-    "SLURM_JOB_NODELIST": "node[1]",
-    "PORT": "0",
-}
+NODE = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"}
+NODE |= {"SLURM_JOB_NODELIST": "node[1]", "PORT": "0"}
 #: By script: stubs of programs, variables, ranks, workers per rank, hits, and lines of stderr.
 RUNS = {
     "torchrun.sh": (

@@ -1,4 +1,4 @@
-"""Many processes on one node with a real server: economy, and killed and stopped processes."""
+"""Many processes on one node with a real server: economy, and stopped processes."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from shardcache import Cache
-from tests.support.storetools import BLOCK, crowd, forked, together, wait_until
+from tests.support.storetools import BLOCK, forked, together, wait_until
 from tests.support.tars import make_tar
 
 SHARD = make_tar(5, members=8, size=2 * BLOCK)  # 32 MiB

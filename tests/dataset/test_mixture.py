@@ -24,11 +24,8 @@ def make(make_cache, indexed):
 
 @pytest.fixture
 def trio(make):
-    return {
-        "web": make("web", [50] * 20),
-        "code": make("code", [7, 0, 30]),
-        "math": make("math", [90]),
-    }
+    counts = {"web": [50] * 20, "code": [7, 0, 30], "math": [90]}
+    return {name: make(name, each) for name, each in counts.items()}
 
 
 def mixed(parts, weights, samples):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle, islice, permutations, product
@@ -30,6 +29,7 @@ from tests.support.tars import sample_tar, tar_of
 from tests.support.trainingtools import keys
 from tests.wds.test_tar_files import BEFORE_1_0
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 URLS = [f"s3://lab/{n}.tar" for n in range(8)]
 KEYS = [f"{shard:04d}-{n:05d}" for shard in range(8) for n in range(10 + shard)]
 #: Arguments that WebDataset has since 1.0; before, its seed is an attribute.
@@ -43,9 +43,6 @@ RANDOM_PIPELINES = 12 if os.environ.get("FUZZ", "1") == "1" else 300
 def _objects(origin, monkeypatch):
     monkeypatch.setattr("shardcache.wds._logged", set())
     origin.objects |= {url: sample_tar(n, 10 + n) for n, url in enumerate(URLS)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ import sys
 import threading
 import time
 
-import numpy as np
 import pytest
-import torch
 from torch import distributed
 from torch.utils import data as torch_data
 
@@ -180,15 +178,6 @@ def test_a_state_that_cannot_be_is_refused_by_field(make, field):
     assert sampler.state_dict() == state
 
 
-def test_states_and_arguments_may_be_integers_of_any_type(make):
-    sampler = make(np.int64(48), seed=np.int64(3), lanes=np.int32(2))
-    sampler.set_epoch(torch.tensor(2))
-    state = sampler.state_dict(batch=np.int64(4))
-    assert json.loads(json.dumps(state)) == state
-    sampler.load_state_dict({name: np.asarray(value)[()] for name, value in state.items()})
-    assert sampler.state_dict() == state and type(sampler.epoch) is int
-
-
 def test_numbers_that_do_not_fit_name_those_that_do(make):
     for options, text in (
         ({"size": 50, "world": 4, "lanes": 2}, "2 lanes and 4 ranks. Use a multiple of 4"),
@@ -197,7 +186,6 @@ def test_numbers_that_do_not_fit_name_those_that_do(make):
         ({"counts": [0, 0]}, "0 samples fill no batch"),
         ({"size": 0}, "global_batch=0 is not a whole number from 1"),
         ({"rank": 4, "world": 4}, "rank=4 is not a whole number from 0 to 3"),
-        ({"rank": -1, "world": 4}, "rank=-1 is not"),
         ({"world": 0}, "world_size=0 is not a whole number from 1"),
         ({"size": "48"}, "global_batch='48' is not"),
         ({"lanes": 2.0}, "lanes=2.0 is not"),

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import sys
-import warnings
 from functools import partial
 
 import pytest
@@ -23,6 +22,7 @@ from tests.support.tars import make_tar, tar_of
 from tests.support.trainingtools import ROOT, DataSet
 from tests.wds.test_tar_files import BEFORE_1_0
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 SPEC = "s3://lab/train-{0000..0003}.tar"
 SHARDS = [make_tar(seed, 5) for seed in range(4)]
 KEYS = sorted(f"{seed:04d}-{n:05d}" for seed in range(4) for n in range(5))
@@ -35,9 +35,6 @@ def _objects(origin, monkeypatch):
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_config", {**process._config})  # `register` adds to it
     origin.objects |= {f"s3://lab/train-{seed:04d}.tar": data for seed, data in enumerate(SHARDS)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def keys(dataset) -> list[str]:

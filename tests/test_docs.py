@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import tomllib
-import warnings
 
 import pytest
 import torch  # noqa: F401 - once, and not in each process that runs a block
@@ -95,14 +94,14 @@ def test_every_block_of_a_page_runs(page, s3, proxy, s3_environment, tmp_path, s
     assert page != "docs/clusters.md" or data.complete(samples.read_text().split())
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns of forks
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("block", [b for b in blocks() if b.section in PLAIN], ids=str)
 def test_a_block_prints_its_output_and_downloads_each_shard_once(block, s3, proxy, tmp_path):
     s3.create_bucket("bucket")
     data, out = DataSet(s3, "bucket", proxy), io.StringIO()
     default_cache.cache_clear()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(out):
-        warnings.simplefilter("ignore")  # torch warns of forks
+    with contextlib.redirect_stdout(out):
         exec(compile(block.here(tmp_path), str(block), "exec"), {"__name__": "__main__"})  # noqa: S102
     block.check(out.getvalue())
     assert data.once()

@@ -242,10 +242,8 @@ def test_names_are_safe_on_disk_and_exact_at_the_origin(scheme, host, name):
     assert shard.basename not in SIDE_FILES
     assert parse_url(f"{scheme}://{host}/{'x' * 300}.tar").basename.endswith("xxx.tar")
     assert parse_url(f"{scheme}://{host}/{META}").basename == f"shard-{META}"
-    versioned = parse_url(f"s3://{host}/{name}?versionId=v.1")
-    for found in (parse_url(f"s3://{host}/{name}"), versioned):
-        assert found.bucket_and_key() == (host, name)
-    assert pickle.loads(pickle.dumps(versioned)).version_id == "v.1"
+    for version in "", "?versionId=v.1":
+        assert parse_url(f"s3://{host}/{name}{version}").bucket_and_key() == (host, name)
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,6 @@ def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, fi
     with pytest.raises(KeyboardInterrupt):
         cache.prewarm(urls, jobs=2, on_event=on_event)
     assert not [t for t in threading.enumerate() if t.name.startswith("shardcache-prewarm")]
-    cache.clean(orphans=True)
-    assert list((cache.dir / "v1/partial").iterdir()) == []  # none is live
 
 
 @pytest.mark.locks_work("flock")

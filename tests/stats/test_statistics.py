@@ -147,8 +147,6 @@ def test_the_stats_command(run, tmp_path, monkeypatch):
     before = page.stat()
     assert stats("--format", "prometheus", "-o", page) == ""
     assert page.stat().st_ino != before.st_ino and list(page.parent.iterdir()) == [page]
-    names = re.compile(r"^\w+", re.MULTILINE)
-    assert names.findall(page.read_text()) == names.findall(stats("--format", "prometheus"))
     found = {}
     for family in text_string_to_metric_families(page.read_text()):
         for sample in family.samples:

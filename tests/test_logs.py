@@ -79,7 +79,6 @@ def test_log_records_of_reads_and_an_eviction(make_cache, origin, log, tmp_path)
         assert wanted.items() <= fields(only(log, event)).items()
 
 
-@pytest.mark.locks_work
 @pytest.mark.parametrize("ranks", [False, True])
 def test_a_job_warns_once_that_shards_find_no_room(tmp_path, log, ranks):
     """Workers are forked with the cache; ranks make their own."""

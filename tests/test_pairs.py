@@ -108,7 +108,6 @@ class World:
 
 
 @needs_root
-@pytest.mark.locks_work
 @pytest.mark.usefixtures("s3_environment")
 @pytest.mark.parametrize("row", ROWS.strip().splitlines(), ids=lambda row: "-".join(row.split()))
 def test_any_two_options_keep_all_promises(row, tmp_path, s3, bucket, proxy):

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from shardcache import Cache
-from tests.support.storetools import BLOCK, forked, together, wait_until
+from tests.support.storetools import BLOCK, crowd, forked, together, wait_until
 from tests.support.tars import make_tar
 
 SHARD = make_tar(5, members=8, size=2 * BLOCK)  # 32 MiB
@@ -33,7 +33,6 @@ def reader(parent, url, **options):
         parent.hear()
 
 
-@pytest.mark.locks_work
 def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(put, proxy):
     data = [make_tar(n, members=4, size=BLOCK) for n in range(4)]
     shards = {put(f"{n}.tar", each): each for n, each in enumerate(data)}
@@ -54,7 +53,6 @@ def test_eight_processes_and_four_cold_shards_cost_four_object_fetches(put, prox
     assert sum(waits.count for waits in found.waits.values()) == 32
 
 
-@pytest.mark.locks_work
 def test_others_resume_the_download_of_a_killed_process(url, proxy, layout):
     with crowd(4, lambda parent, number: reader(parent, url)) as (victim, *others):
         proxy.pause(len(SHARD) // 4)  # in each of two parts
@@ -70,7 +68,6 @@ def test_others_resume_the_download_of_a_killed_process(url, proxy, layout):
     assert list(layout.partial.iterdir()) == []
 
 
-@pytest.mark.locks_work
 @pytest.mark.parametrize(("max_size", "requests"), [("10GB", 2), ("1MB", 1)])
 def test_a_hanging_process_counts_its_bytes(url, proxy, max_size, requests):
     proxy.pause(2 * BLOCK)  # in each part, or in the stream

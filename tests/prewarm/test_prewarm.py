@@ -70,7 +70,6 @@ def test_progress_and_failures_of_a_prewarm(make_cache, fill, capsys, caplog, mo
     assert "1 of 3 shards" in message and urls[2] in message
 
 
-@pytest.mark.locks_work("answers")
 def test_an_interrupted_prewarm_resumes_within_the_budget(make_cache, origin, listed, fill):
     (url,) = fill(names(1), members=3000)
     size, stop = len(origin.objects[url]), threading.Event()
@@ -136,7 +135,6 @@ def test_each_shard_is_fetched_once_and_reported_in_order(make_cache, origin, fi
     assert (again.cached, again.received) == (6, 0)
 
 
-@pytest.mark.locks_work("answers")
 def test_cached_shards_are_opened_only_in_doubt(make_cache, fill, monkeypatch):
     urls = fill(names(6))
     monkeypatch.setenv("SHARDCACHE_RANK", "1")
@@ -206,7 +204,6 @@ def test_threads_are_added_only_while_python_is_idle(make_cache, origin, fill, m
     assert added.is_set() == idle
 
 
-@pytest.mark.locks_work
 def test_shards_that_others_download_hold_up_no_others(make_cache, fill):
     cache, urls, ended = make_cache(lock_timeout=PATIENCE), fill(names(40)), []
     layout = cache.process.prepare().layout
@@ -234,7 +231,6 @@ def test_a_broken_disk_ends_the_run_after_three_shards(make_cache, fill, monkeyp
     assert outcomes(report) == "FFF------" and report.stopped is Stopped.REFUSED
 
 
-@pytest.mark.locks_work("answers")
 def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, fill):
     cache, urls = make_cache(), fill(names(3))
     origin.faults.extend(Fault(after=100, wait=threading.Event()) for _ in urls)
@@ -248,7 +244,6 @@ def test_an_interrupt_is_raised_after_all_downloads_ended(make_cache, origin, fi
     assert not [t for t in threading.enumerate() if t.name.startswith("shardcache-prewarm")]
 
 
-@pytest.mark.locks_work("flock")
 def test_only_best_effort_goes_on_in_a_full_cache(make_cache, origin, fill, monkeypatch, tmp_path):
     urls = fill(names(10))
     origin.objects[urls[9]] = small = make_tar(9, 1, 100)  # there is room for this one
@@ -266,7 +261,6 @@ def test_only_best_effort_goes_on_in_a_full_cache(make_cache, origin, fill, monk
     assert len({url for url, *_ in origin.requests}) == 3
 
 
-@pytest.mark.locks_work("answers")
 def test_wanted_shards_are_not_evicted_for_each_other(make_cache, listed, fill, tmp_path):
     urls, size = fill(names(4)), room(tmp_path, SIZE)
     first = make_cache(max_size=3 * size)

@@ -215,7 +215,6 @@ def test_url_opener_keeps_keys_and_calls_the_handler(make_cache, monkeypatch):
         list(cache.url_opener([absent, url]))
 
 
-@pytest.mark.locks_work("answers")
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_a_dropped_shard_is_not_pinned_during_the_next_download(make_cache, origin, is_attached):
     cache = make_cache(fill="complete", prefetch=0)

@@ -32,7 +32,7 @@ SHAPES = {
     "stats --by hour": "hours: hour opens hits; summary: opens",
     "stats --by rank": "ranks: rank opens hits; summary: opens",
     "stats --zero": "zeroed",
-    "top --interval 0.2": "at seconds processes ranks fetches waits; total: opens; "
+    "top --interval 0.2": "at seconds processes ranks fetches; total: opens; "
     "tiers: dir bytes disk_bytes estimated max_size",
     "report -o {dir}/report.html": "path size",
     "config": "options: name value source default; summary: set",

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from shardcache.cache import Cache
-from shardcache.store import verify
+from shardcache.store import digest
 from tests.support.storetools import damage
 
 
@@ -52,5 +52,5 @@ def test_an_interrupted_verify_prints_its_progress(run, warm, monkeypatch):
             time.sleep(0.01)
             yield b""
 
-    monkeypatch.setattr(verify, "read_blocks", endless)
+    monkeypatch.setattr(digest, "read_blocks", endless)
     assert run.out("verify", code=130).startswith("interrupted: verified 0 shards")

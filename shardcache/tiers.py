@@ -295,7 +295,7 @@ class Directories:
 
     def slot(self, name: str, count: int) -> KeyLock | None:
         """Take one of the node's ``count`` slots for ``name``; return None if all are taken."""
-        layout, holder = self.layout, self.holder()
+        layout, holder = self.tiers[-1].node, self.holder()
         slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
         return next((slot for slot in slots if slot.try_acquire(holder)), None)
 

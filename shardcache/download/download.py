@@ -209,8 +209,8 @@ class Download:
         """Note that another process downloads the shard into ``partial``, if that is known."""
         with self._table.lock:
             self.is_waiting = True
-            if partial not in (None, self.partial):
-                self.partial = partial
+            if self.state is not State.WAITING or partial not in (None, self.partial):
+                self.partial = partial or self.partial
                 self._enter(State.WAITING)
 
     def note_running(

@@ -136,7 +136,7 @@ class DownloadReader:
         if opened is not None:
             self._check(opened)
         elif not self._has_grown(download.partial, position):
-            seconds = _OWN_POLL if is_own and self._partial is not None else _FOREIGN_POLL
+            seconds = _OWN_POLL if is_own else _FOREIGN_POLL
             self.waited += download.wait(lambda: download.changes != changes, seconds)
         return opened
 

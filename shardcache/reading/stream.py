@@ -319,6 +319,8 @@ class ShardStream(io.RawIOBase):
             position += self._position
         elif whence == os.SEEK_END:
             position += self.size()
+        elif whence != os.SEEK_SET:
+            raise OSError(errno.EINVAL, f"a seek from {whence} is not possible")
         if position < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._position = position

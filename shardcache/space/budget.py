@@ -549,14 +549,14 @@ class Space:
     def _named_lock(self, name: str, seconds: float) -> Iterator[Holder | None]:
         """Hold a lock of the node; yield None, or its holder if it is not free in ``seconds``.
 
-        A holder that was stuck before, and still is, is not waited for again.
+        A holder of the budget that was stuck before, and still is, is not waited for again.
         """
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         start = announced = clock.monotonic()
         try:
             while not (is_ours := lock.try_acquire(Holder.this_process())):
                 now, other = clock.monotonic(), read_holder(lock.path) or _UNKNOWN
-                if now - start >= seconds or other == self._stuck:
+                if now - start >= seconds or (name == "budget" and other == self._stuck):
                     break
                 if now - announced >= _ANNOUNCE_EVERY:
                     announced = now

@@ -25,7 +25,7 @@ from shardcache.layout import Layout, is_pin_name, is_temporary_name
 from shardcache.locks.keys import remove_locks
 from shardcache.locks.sessions import live_sessions, remove_dead
 from shardcache.store.directory import DamagedError, remove_free
-from shardcache.store.entry import Entry, Store, stored_at
+from shardcache.store.entry import DAMAGED, Entry, Store, stored_at
 from shardcache.store.partial import in_flight
 from shardcache.units import counted, format_bytes
 from shardcache.urls import ShardURL
@@ -244,7 +244,7 @@ def plan(
     # readers would get an older version again.
     versions = Counter(links[0].key for links in files)
     several = [links[0] for links in files if versions[links[0].key] > 1]
-    several.sort(key=lambda entry: stored_at(entry.directory))
+    several.sort(key=lambda entry: stored_at(entry.directory) % DAMAGED)  # so a damaged one is old
     newest = {entry.key: entry.version for entry in several}
 
     def is_replaced(links: Links) -> bool:

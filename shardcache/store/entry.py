@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: Attempts to rename into a key's directory, which other processes may remove or fill.
 _RENAME_ATTEMPTS = 100
+#: The time of a version without a data file, later than all others.
+DAMAGED = sys.maxsize
 #: Errors of renaming a directory to a name that another directory has.
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 #: Nanoseconds between the times of two versions; some filesystems store whole seconds.
@@ -127,12 +129,12 @@ class Entry(NamedTuple):
 def stored_at(directory: str) -> int:
     """Return the time of an entry's data in ns; the newest version of a shard has the latest.
 
-    It is 0 if the entry is gone, 1 if it was replaced, and the maximum if it is damaged, so that
-    `Store.open` reports the damage.
+    It is 0 if the entry is gone, 1 if it was replaced, and `DAMAGED` if it is damaged, so that
+    `Store.open` finds the damage first.
     """
     try:
-        if (data := data_file(directory)) is None:  # damaged, as `open` must notice first
-            return sys.maxsize
+        if (data := data_file(directory)) is None:
+            return DAMAGED
         status = os.lstat(data)
         return 1 if is_marked(directory, status) else status.st_mtime_ns
     except system_error():
@@ -350,7 +352,7 @@ class Store:
         entry = self.layout.entry(key, metadata.info.version, metadata.size)
         others = [other for other in others if other != entry]
         # They may be of the future, if the clock was ahead.
-        times = [time for other in others if (time := stored_at(str(other))) < sys.maxsize]
+        times = [time for other in others if (time := stored_at(str(other))) < DAMAGED]
         if times and max(times) >= os.fstat(partial.fd).st_mtime_ns:
             os.utime(partial.fd, ns=(max(times) + _LATER,) * 2)
         self._known.pop(key, None)

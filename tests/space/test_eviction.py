@@ -10,6 +10,7 @@ from shardcache.store.entry import Entry
 from shardcache.urls import parse_url
 
 NOW = 10_000.0
+KEY = parse_url("s3://lab/a.tar").key
 
 
 @st.composite
@@ -117,3 +118,17 @@ def test_an_invalid_pin_keeps_its_shard(layout):
         pin(layout, url, 1.0)
         layout.pin(url.key).write_bytes(text)
         assert pinned([layout], 2.0) == {url.key: ""} and remove_expired(layout, 2.0) == 0
+
+
+@pytest.mark.parametrize("damaged", ["first", "second"])
+def test_a_damaged_version_leaves_before_the_intact_one(tmp_path, damaged):
+    entries = []
+    for version, name in enumerate(("first", "second"), 1):
+        directory = tmp_path / f"{KEY}/{str(version) * 24}-64"
+        directory.mkdir(parents=True)
+        if name != damaged:
+            (directory / "a.tar").write_bytes(bytes(100))
+        entries.append(Entry(str(directory), KEY, str(version) * 24, 100, NOW))
+    found = plan(entries, Limits(max_size=100), POLICIES["lru"], NOW)
+    (removal,) = found.removed
+    assert removal.entries == (entries[damaged == "second"],)

@@ -32,7 +32,7 @@ from shardcache.space.eviction import POLICIES, CleanReport, Limits, Reason
 from shardcache.stats import database
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Entry, Opened, Store, open_first
+from shardcache.store.entry import Entry, OpenEntry, Store, open_first
 from shardcache.threads import lazy, no_fork
 from shardcache.units import parse_duration
 from shardcache.urls import ShardURL, advise_name, find_scheme, refuse_in_place, unexpanded
@@ -251,7 +251,7 @@ class Cache:
         """Return the shard's entry, or None if it is not cached; ConfigError for a pattern."""
         return None if (opened := self._look_up(self.parse(url))) is None else opened.entry
 
-    def _look_up(self, shard: ShardURL) -> Opened | None:
+    def _look_up(self, shard: ShardURL) -> OpenEntry | None:
         """Return the shard's entry with its path, as it was opened; its file is closed again."""
         try:
             opened = open_first(self.process.stores(), shard.key, shard.basename)

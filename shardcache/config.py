@@ -386,7 +386,7 @@ class Config:
     connections: int = _opt(_count(256), 32, "Maximum connections per process; a node shares 64.")
     part_size: int | None = _opt(PART_SIZE, None, "Bytes per request; 16 MiB if unset.")
     attempts: int = _opt(_count(100), 5, "Attempts before a transient error becomes permanent.")
-    patience: float = _opt(TIME, 300.0, "Longest wait for a throttling store or for credentials.")
+    patience: float = _opt(TIME, 300.0, "Longest wait for a throttling server or for credentials.")
     deadline: float | None = _opt(POSITIVE_TIME, None, "Maximum time for the download of a shard.")
     timeout: float = _opt(POSITIVE_TIME, 30.0, "Fail an attempt after this long without data.")
     lock_timeout: float = _opt(TIME, 1800.0, "Longest wait for another process's download.")

@@ -33,7 +33,7 @@ from shardcache.ranks import RUN_VARIABLE, Ranks
 from shardcache.stats.counters import Counters
 from shardcache.stats.database import Sample
 from shardcache.store.directory import DamagedError, data_locked_if_free
-from shardcache.store.entry import Entry, Opened, Store
+from shardcache.store.entry import Entry, OpenEntry, Store
 from shardcache.store.root import UnusableError, unusable
 from shardcache.urls import ShardURL, refuse_in_place
 
@@ -52,7 +52,7 @@ _TOUCH_INTERVAL = 600.0
 #: Entries whose last touch a process remembers.
 _REMEMBERED = 100_000
 #: Seconds to wait for a cancelled worker: it ends at once, unless it hangs in another library.
-_FAREWELL = 5.0
+_END_TIMEOUT = 5.0
 #: Seconds for which a thread that has ended a download waits for the next one.
 _NEXT_DOWNLOAD = 0.1
 #: Seconds until a caller that waits for a shared download notices that its own was cancelled.
@@ -227,7 +227,7 @@ class ProcessCache:
 
     def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, insist: bool = False
-    ) -> Opened | None:
+    ) -> OpenEntry | None:
         """Open the shard's entry, except ``outdated`` versions; return None if it is not cached.
 
         Raises PausedError while the disk is paused, unless ``insist`` is set, and as `prepare`.
@@ -249,7 +249,7 @@ class ProcessCache:
                 disk.reading.succeeded()
         return opened
 
-    def fetch(self, download: Download) -> Opened:
+    def fetch(self, download: Download) -> OpenEntry:
         """Return the entry of the shard of a new download, which runs only if necessary.
 
         This does not count as an open. Raises the errors of `Cache.open` with ``strict``.
@@ -282,7 +282,7 @@ class ProcessCache:
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
 
-    def _join(self, own: Download) -> Opened | None:
+    def _join(self, own: Download) -> OpenEntry | None:
         """Run a download, or wait for the one that other readers share, and return the entry.
 
         Returns None if the shared one was of no use to this caller, so that ``own`` may run next.
@@ -310,7 +310,7 @@ class ProcessCache:
         except BaseException:
             download.cancel_unless_shared()
             if download.state is State.CANCELLED:
-                download.wait(lambda: download.ended, _FAREWELL)
+                download.wait(lambda: download.ended, _END_TIMEOUT)
             raise
         finally:
             download.leave()
@@ -375,7 +375,7 @@ class ProcessCache:
         else:
             download.end(opened)
 
-    def _download(self, download: Download) -> Opened:
+    def _download(self, download: Download) -> OpenEntry:
         """Download a shard, return its entry like `Worker.run`, and count its bytes."""
         from shardcache.download.worker import Worker
 
@@ -410,7 +410,7 @@ class ProcessCache:
                 self._write_back(download.shard, opened.path, wait=not download.can_bypass)
         return opened
 
-    def note_use(self, opened: Opened, now: float) -> None:
+    def note_use(self, opened: OpenEntry, now: float) -> None:
         """Record that an entry is used: on first use by this process, then at intervals.
 
         ``now`` is on the monotonic clock.

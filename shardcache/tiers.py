@@ -35,7 +35,7 @@ from shardcache.space.eviction import POLICIES, SKEW
 from shardcache.stats.counters import Counters
 from shardcache.store import root
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened, Store, open_first, set_aside, versions
+from shardcache.store.entry import OpenEntry, Store, open_first, set_aside, versions
 from shardcache.units import format_duration
 from shardcache.urls import ShardURL
 
@@ -233,7 +233,7 @@ class Directories:
 
     def lookup(
         self, shard: ShardURL, outdated: frozenset[str] = frozenset(), *, condemn: bool = False
-    ) -> Opened | None:
+    ) -> OpenEntry | None:
         """Open the newest sound entry of a shard, except ``outdated`` versions; None for a miss.
 
         With ``condemn``, a damaged entry is set aside; the caller must then hold the key's lock.

@@ -8,7 +8,7 @@ import pytest
 
 from shardcache import Cache, ConfigError, ShardNotFoundError
 from shardcache.process import ProcessCache
-from shardcache.store.entry import Opened
+from shardcache.store.entry import OpenEntry
 from tests.support.caches import read
 from tests.support.storetools import BLOCK, together
 from tests.support.tars import make_tar
@@ -35,14 +35,14 @@ def test_path_downloads_nothing_and_streams_are_named_by_it(make_cache, origin):
 
 
 def test_a_shard_that_is_evicted_at_any_moment_raises_no_error(make_cache, monkeypatch):
-    cache, close = make_cache(), Opened.close
+    cache, close = make_cache(), OpenEntry.close
     cache.fetch(URL)
 
     def evicted(opened):
         close(opened)
         shutil.rmtree(opened.directory)
 
-    monkeypatch.setattr(Opened, "close", evicted)
+    monkeypatch.setattr(OpenEntry, "close", evicted)
     assert cache.path(URL).name == "train-0000.tar" and URL not in cache
 
 

@@ -24,7 +24,7 @@ from shardcache.urls import ShardURL
 if TYPE_CHECKING:
     from shardcache.download.connections import Throttle
     from shardcache.origins.base import Body
-    from shardcache.store.entry import Opened
+    from shardcache.store.entry import OpenEntry
     from shardcache.store.partial import Partial
 
 State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
@@ -81,7 +81,7 @@ class Download:
     written: int = field(default=0, init=False)
     received: int = field(default=0, init=False)
     retries: int = field(default=0, init=False)
-    _opened: Opened | None = field(default=None, init=False)
+    _opened: OpenEntry | None = field(default=None, init=False)
     _error: BaseException | None = field(default=None, init=False)
     _response: Body | None = field(default=None, init=False)
     _abort: Callable[[FetchCancelledError], None] | None = field(default=None, init=False)
@@ -131,7 +131,7 @@ class Download:
                 del self._waiters[waiter]
         return time.monotonic() - start
 
-    def result(self, *, is_leaving: bool = False) -> Opened | None:
+    def result(self, *, is_leaving: bool = False) -> OpenEntry | None:
         """Return another handle of the entry, or raise the error that ended the download.
 
         Returns None while the download runs. The last reader ``is_leaving`` with its only handle.
@@ -235,7 +235,7 @@ class Download:
         """Note how many requests were repeated for the current version of the object."""
         self.retries = retries
 
-    def note_outcome(self, opened: Opened, outcome: Outcome) -> Opened:
+    def note_outcome(self, opened: OpenEntry, outcome: Outcome) -> OpenEntry:
         """Note how the entry was obtained, and return it."""
         self.outcome = outcome
         return opened
@@ -267,7 +267,7 @@ class Download:
         """Sleep for ``seconds``. Raise FetchCancelledError as soon as the download is cancelled."""
         clock.nap(seconds, self.check)
 
-    def end(self, opened: Opened | None, error: BaseException | None = None) -> bool:
+    def end(self, opened: OpenEntry | None, error: BaseException | None = None) -> bool:
         """Note the entry or the error. Returns False if no reader is left to receive it."""
         with self._table.lock:
             self._opened, self._error, self.ended = opened, error, True

@@ -53,7 +53,7 @@ _EARLY = 128 * 1024
 #: Seconds that a complete shard waits for the origin's checksum, which is an additional proof.
 _LAST_RESPONSE = 5.0
 #: Seconds that the worker of a failed transfer waits for its helpers to end.
-_FAREWELL = 5.0
+_END_TIMEOUT = 5.0
 #: Number of folders whose largest shard is remembered.
 _FOLDERS = 256
 
@@ -242,7 +242,7 @@ class Transfer:
             isinstance(exn, VersionChangedError) and not self._origin.upstream
         )
         try:
-            self._resources.connections.end(self._queue, _FAREWELL)
+            self._resources.connections.end(self._queue, _END_TIMEOUT)
         finally:  # release the partial's lock even if the wait is interrupted
             if partial is not None:
                 if is_useless or is_local_error(exn) or not partial.resumable:
@@ -327,7 +327,7 @@ class Transfer:
                 self._partial.restart()
                 part.position = part.filled = part.shown = 0
                 raise
-            if not self._retries.count_progress(part.position - before):
+            if not self._retries.made_progress(part.position - before):
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:

@@ -33,7 +33,7 @@ from shardcache.origins.retry import Retries
 from shardcache.space.eviction import Policy
 from shardcache.store.digest import BLOCK, MismatchError, file_digest, identify
 from shardcache.store.directory import DamagedError, Metadata
-from shardcache.store.entry import Opened, is_marked, open_first
+from shardcache.store.entry import OpenEntry, is_marked, open_first
 from shardcache.store.partial import Journal, LostError, Partial, read_journal
 from shardcache.threads import lazy
 from shardcache.tiers import Directories, Tier
@@ -96,7 +96,7 @@ class Worker:
         """Those of all attempts; the deadline begins with the first request."""
         return self._resources.retry_limits.started(str(self._download.shard))
 
-    def run(self, prepare: Callable[[], Directories]) -> Opened:
+    def run(self, prepare: Callable[[], Directories]) -> OpenEntry:
         """Return the entry. ``prepare`` returns the directories for an attempt.
 
         Raises the errors of `Cache.open` with ``strict``, and FetchCancelledError.
@@ -187,7 +187,7 @@ class Worker:
             tier.failed(exn)
         return True
 
-    def _attempt(self) -> Opened:
+    def _attempt(self) -> OpenEntry:
         directories, download = self._directories, self._download
         shard = download.shard
         lock: _Lock | None
@@ -203,7 +203,7 @@ class Worker:
             stack.callback(directories.release, lock)
             if not lock.try_acquire(directories.holder()):
                 found = self._wait(lock)
-                if isinstance(found, Opened):
+                if isinstance(found, OpenEntry):
                     return download.note_outcome(found, "coalesced")
                 if found is not None:
                     stack.callback(found.release)
@@ -232,7 +232,7 @@ class Worker:
                 raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
             raise LostError(f"{entry.name} vanished after it was published")
 
-    def _wait(self, lock: _Lock) -> Opened | KeyLock | None:
+    def _wait(self, lock: _Lock) -> OpenEntry | KeyLock | None:
         """Wait for the holder of the lock, which downloads the shard, and log the wait.
 
         Returns the entry, or None once this process has the lock; if the holder has shown no
@@ -366,7 +366,7 @@ class Worker:
         resources.counters.add({"bytes_stored": size})
         return entry
 
-    def _link(self) -> Opened | None:
+    def _link(self) -> OpenEntry | None:
         """Hard-link the newest entry of the sibling namespaces, or open it where it is, if any."""
         download, directories = self._download, self._directories
         shard, outdated = download.shard, download.outdated

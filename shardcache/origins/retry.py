@@ -111,8 +111,8 @@ class Retries:
                 url=self._url,
             )
 
-    def count_progress(self, received: int) -> bool:
-        """Return whether an attempt that received some bytes and failed does not count."""
+    def made_progress(self, received: int) -> bool:
+        """Return whether an attempt received too much before it failed to count as a failure."""
         self.retries += received >= PROGRESS
         return received >= PROGRESS
 

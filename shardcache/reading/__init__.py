@@ -4,5 +4,5 @@
     readers     the readers of a running download and of the origin
     lookahead   downloads the next shards of a pipeline
 
-The reader of an entry is `store.entry.Opened`. Readers know neither `stream` nor each other.
+The reader of an entry is `store.entry.OpenEntry`. Readers know neither `stream` nor each other.
 """

@@ -20,7 +20,7 @@ from shardcache.reading.stream import open_shard
 if TYPE_CHECKING:
     from shardcache.download.download import Download
     from shardcache.process import ProcessCache
-    from shardcache.store.entry import Opened
+    from shardcache.store.entry import OpenEntry
     from shardcache.urls import ShardURL
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Lookahead:
         self._most = process.config.prefetch if prefetch else 0
         self._data = iter(data)
         self._shard_of = shard_of
-        self._queue: deque[tuple[Any, Opened | DownloadReader | None]] = deque()
+        self._queue: deque[tuple[Any, OpenEntry | DownloadReader | None]] = deque()
         self._error: Exception | None = None  # raised by `data`, to be raised later
 
     def __iter__(self) -> Iterator[Any]:

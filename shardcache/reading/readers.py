@@ -1,4 +1,4 @@
-"""The readers of a `stream.ShardStream`, except that of a cached shard, `store.entry.Opened`.
+"""The readers of a `stream.ShardStream`, except that of a cached shard, `store.entry.OpenEntry`.
 
 Each reader delivers the bytes of one version. Its ``readinto(buffer, position)`` returns a count, 0
 at the end of the shard, or None while there are no bytes yet. A reader ends with its first error,
@@ -31,7 +31,7 @@ from shardcache.origins.base import (
 from shardcache.origins.retry import PROGRESS
 from shardcache.store.digest import BLOCK, TreeDigest
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened
+from shardcache.store.entry import OpenEntry
 from shardcache.store.partial import OpenPartial
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardcache.process import ProcessCache
     from shardcache.urls import ShardURL
 
-    Reader: TypeAlias = "Opened | DownloadReader | OriginReader"
+    Reader: TypeAlias = "OpenEntry | DownloadReader | OriginReader"
     Version: TypeAlias = tuple[str, int | None]  # of an object, and its size
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class DownloadReader:
         self._read, self._is_fixed = max(self._read, position + count), True
         return count
 
-    def advance(self, position: int) -> Opened | None:
+    def advance(self, position: int) -> OpenEntry | None:
         """Wait a moment for bytes after ``position``; return the entry once it is published.
 
         Raises the error that ended the download, or if the entry has other bytes than were read.
@@ -173,7 +173,7 @@ class DownloadReader:
         self._watermark = watermark
         return has_grown
 
-    def _check(self, opened: Opened) -> None:
+    def _check(self, opened: OpenEntry) -> None:
         """Close the entry and raise if it does not have the bytes that were read.
 
         It is the same file, unless the partial was lost or damaged, or an upstream failed. Its
@@ -372,7 +372,7 @@ class OriginReader:
             if body is not None:
                 body.close()
             self._has_failed = isinstance(exn, TransientError)
-            if self._has_failed and self._retries.count_progress(self._received):
+            if self._has_failed and self._retries.made_progress(self._received):
                 self._received = 0
                 return self._receive(view)
             raise

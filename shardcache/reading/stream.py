@@ -50,7 +50,7 @@ from shardcache.process import ProcessCache
 from shardcache.reading.readers import DownloadReader, OriginReader
 from shardcache.store.digest import BLOCK
 from shardcache.store.directory import DamagedError
-from shardcache.store.entry import Opened, open_data, set_aside
+from shardcache.store.entry import OpenEntry, open_data, set_aside
 from shardcache.store.root import UnusableError
 from shardcache.urls import ShardURL, advise_scheme, unexpanded
 
@@ -86,7 +86,7 @@ def open_shard(
     *,
     finish: bool = True,
     complete: bool = False,
-    ahead: Opened | DownloadReader | None = None,
+    ahead: OpenEntry | DownloadReader | None = None,
 ) -> BinaryIO:
     """Return a stream of the shard.
 
@@ -104,7 +104,7 @@ def open_shard(
     if isinstance(ahead, DownloadReader) and not ahead.promote():
         ahead.close()
         ahead = None
-    opened = ahead if isinstance(ahead, Opened) else None
+    opened = ahead if isinstance(ahead, OpenEntry) else None
     try:
         if ahead is None:
             opened = process.lookup(shard)
@@ -137,7 +137,7 @@ def stream_file(process: ProcessCache, file: ShardURL) -> BinaryIO:
     return _buffered(process, file, OriginReader(process, file))
 
 
-def pin_shard(process: ProcessCache, shard: ShardURL) -> Opened:
+def pin_shard(process: ProcessCache, shard: ShardURL) -> OpenEntry:
     """Return an entry that stays at its path until closed; see `ProcessCache.fetch`."""
     started = clock.monotonic()
     while True:
@@ -296,7 +296,7 @@ class ShardStream(io.RawIOBase):
 
     def readall(self) -> bytes:
         reader, data = self._reader, b""
-        if isinstance(reader, Opened) and self._error is None and not self.closed:
+        if isinstance(reader, OpenEntry) and self._error is None and not self.closed:
             left = max(0, reader.size - self._position)  # in one system call, if less than 2 GiB
             try:
                 data = os.pread(reader.file.fileno(), left, self._position)
@@ -339,7 +339,7 @@ class ShardStream(io.RawIOBase):
 
     def fileno(self) -> int:
         """See `io.IOBase.fileno`; UnsupportedOperation while no entry is read."""
-        if not isinstance(self._reader, Opened):
+        if not isinstance(self._reader, OpenEntry):
             raise io.UnsupportedOperation("the shard is not, or not yet, read from a local file")
         fd = self._reader.file.fileno()
         os.lseek(fd, self._position, os.SEEK_SET)  # another program may read from there
@@ -371,7 +371,7 @@ class ShardStream(io.RawIOBase):
         """Continue with the reader that replaces the failed one. Raises if there is none."""
         failed, process, shard = self._reader, self._process, self._shard
         try:
-            if isinstance(failed, Opened) and is_disk_fault(fault):
+            if isinstance(failed, OpenEntry) and is_disk_fault(fault):
                 self._use(self._replace_entry(failed, fault))
             elif isinstance(failed, DownloadReader):
                 version = failed.version if self._version_fixed else None
@@ -383,7 +383,7 @@ class ShardStream(io.RawIOBase):
             self._reader.close()
             raise
 
-    def _replace_entry(self, opened: Opened, fault: OSError) -> Reader:
+    def _replace_entry(self, opened: OpenEntry, fault: OSError) -> Reader:
         """Reopen an entry whose handle is stale. Set any other aside, and bypass the cache."""
         process, shard, entry = self._process, self._shard, opened.entry
         if fault.errno == errno.ESTALE and not opened.reopened:

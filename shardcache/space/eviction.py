@@ -80,7 +80,7 @@ class Policy(NamedTuple):
     def kept_since(self, node: Layout, now: float) -> float:
         """Return the earliest use for which running jobs keep a shard; infinity to keep none."""
         started = live_sessions(node) if self.keeps_used else []
-        oldest = min((_past(date, now) for date in started), default=math.inf)
+        oldest = min((_zero_if_future(date, now) for date in started), default=math.inf)
         return max(oldest, now - _PROTECTED_FOR)
 
 
@@ -185,7 +185,7 @@ def _pins(layout: Layout, keys: Container[str] | None = None) -> Iterator[tuple[
             yield key, math.inf, ""
 
 
-def _past(date: float, now: float) -> float:
+def _zero_if_future(date: float, now: float) -> float:
     return date if date <= now + SKEW else 0.0
 
 
@@ -252,7 +252,7 @@ def plan(
         return newest.get(key, version) != version and key not in pinned
 
     def last_used(links: Links) -> float:
-        return max(_past(entry.used, now) for entry in links)
+        return max(_zero_if_future(entry.used, now) for entry in links)
 
     def is_aged(links: Links) -> bool:
         return limits.max_age is not None and now - last_used(links) > limits.max_age

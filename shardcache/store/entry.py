@@ -167,7 +167,7 @@ def _directories(path: str) -> list[os.DirEntry[str]]:
 
 
 @dataclass(slots=True, eq=False)  # not frozen, because that would double the creation time
-class Opened:
+class OpenEntry:
     """An entry that is open for reading. The caller must close it."""
 
     file: io.FileIO  #: the unbuffered data file, which holds a shared flock until it is closed
@@ -193,7 +193,7 @@ class Opened:
             raise OSError(errno.EIO, f"the file ends at byte {position} of {self.size}")
         return count
 
-    def duplicate(self) -> Opened:
+    def duplicate(self) -> OpenEntry:
         """Return another handle of the same file, with an offset of its own.
 
         Programs such as numpy read at the offset of a descriptor, and `os.dup` would share it.
@@ -218,7 +218,7 @@ class Opened:
             pass
 
 
-def open_data(directory: str, path: str, size: int, grace: float | None) -> Opened | None:
+def open_data(directory: str, path: str, size: int, grace: float | None) -> OpenEntry | None:
     """Open the data file of an entry, and take a shared flock unless there is a ``grace``.
 
     Returns None if the file is gone. Raises DamagedError if it does not have ``size`` bytes.
@@ -242,7 +242,7 @@ def open_data(directory: str, path: str, size: int, grace: float | None) -> Open
             return None
         if status.st_size != size or not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"its data file has {status.st_size} bytes, not {size}")
-        opened = Opened(file, path, directory, size, status, stuck, grace is None)
+        opened = OpenEntry(file, path, directory, size, status, stuck, grace is None)
     finally:
         if opened is None:
             file.close()
@@ -263,7 +263,7 @@ class Store:
         # atomic, and an outdated row costs only one failed open.
         self._known: dict[str, tuple[str, str, int]] = {}
 
-    def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> Opened | None:
+    def open(self, key: str, basename: str, outdated: Collection[str] = ()) -> OpenEntry | None:
         """Open the newest entry of a shard, except ``outdated`` versions; return None for a miss.
 
         Raises DamagedError if the newest entry is damaged.
@@ -289,7 +289,7 @@ class Store:
                     return opened
         return None
 
-    def _open_unknown(self, directory: str, basename: str, size: int) -> Opened | None:
+    def _open_unknown(self, directory: str, basename: str, size: int) -> OpenEntry | None:
         """Open and check an entry that this process does not know; return None if it is gone."""
         opened = None
         try:
@@ -431,7 +431,7 @@ class Store:
                 entry.path.parent.rmdir()
         return removed
 
-    def link(self, other: Opened, metadata: Metadata, basename: str) -> None:
+    def link(self, other: OpenEntry, metadata: Metadata, basename: str) -> None:
         """Publish a hard link to another namespace's entry. Raises OSError if it is impossible."""
         modes, identity = self.layout.modes, (metadata.key, metadata.info.version, metadata.size)
         staging, entry = self.layout.new_partial(*identity), self.layout.entry(*identity)
@@ -460,7 +460,7 @@ def set_aside(directory: Path, reason: str) -> bool:
 
 def open_first(
     stores: Sequence[Store], key: str, basename: str, outdated: Collection[str] = ()
-) -> Opened | None:
+) -> OpenEntry | None:
     """Open the newest intact entry of a shard in any tier; None for a miss.
 
     Raises DamagedError if a tier has a damaged entry and no tier has an intact one.

@@ -111,7 +111,7 @@ def test_bytes_after_an_abort_are_not_used(make, origin, monkeypatch):
 
 def test_a_late_thread_writes_into_no_other_file(make, origin, pool, tmp_path, monkeypatch):
     """The download has failed, and another file may have its descriptor number."""
-    monkeypatch.setattr(transfer, "_FAREWELL", 0.0)
+    monkeypatch.setattr(transfer, "_END_TIMEOUT", 0.0)
     more = origin.hold(BLOCK)  # the first part
     late, go, real = threading.Event(), threading.Event(), os.pwrite
 

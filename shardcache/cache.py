@@ -567,9 +567,12 @@ class Cache:
             removals = [replace(removal, reason=Reason.ASKED) for removal in report.removed]
             stay += report.kept
             if not dry_run:
-                asked, removals = len(removals), space.evict(removals)
+                evicted = space.evict(removals)
                 space.forget_refusal()
-                stay += asked - len(removals)
+                gone = {removal.name for removal in evicted}
+                failed = [removal.entries for removal in removals if removal.name not in gone]
+                stay += sum(any(entry.path.exists() for entry in links) for links in failed)
+                removals = evicted
             freed += sum(removal.entries[0].size for removal in removals)
         return freed, stay
 

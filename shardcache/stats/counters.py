@@ -10,12 +10,13 @@ and the closed stream is counted as well.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import Empty
 
 from shardcache import clock, threads
 from shardcache.faults import ignoring, system_error
@@ -64,6 +65,7 @@ class Counters:
         self._written, self._written_of_run = Counter[str](), Counter[str]()
         self._due = 0.0  # time of the next write, on the monotonic clock
         self._soon = False  # whether a thread is about to write
+        self._flushed = threads.Queue[None]()  # ends that thread
 
     def add(self, counts: Mapping[str, int]) -> None:
         if self._where is None:
@@ -127,6 +129,8 @@ class Counters:
 
     def flush(self) -> None:
         self._write(_LAST_BUSY)
+        if self._soon:
+            self._flushed.put(None)
 
     def snapshot(self) -> Counter[str]:
         with self._guard:
@@ -136,9 +140,11 @@ class Counters:
         """Write the counts every second, until nothing was counted for a second."""
         seen, has_ended = None, False
         while not has_ended:
-            time.sleep(_INTERVAL)
+            with contextlib.suppress(Empty):
+                self._flushed.get(timeout=_INTERVAL)
+                has_ended = True
             with self._guard:  # `read` starts another thread if it counts after this
-                has_ended = self._counted == seen
+                has_ended |= self._counted == seen
                 self._soon, seen = not has_ended, self.snapshot()
             self._write(wait=0.0)
 

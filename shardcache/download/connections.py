@@ -164,6 +164,7 @@ class Connections:
             finally:
                 self._waiting -= 1
         try:
+            self._origins.limit_open(self._most)
             self.hand_out()
             yield
         finally:

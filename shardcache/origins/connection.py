@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import select
@@ -434,6 +435,7 @@ class Transport:
         # Strong references to all open connections. Otherwise the garbage collector, when it
         # finalises a response in a cycle, could finalise the connection that `close` releases.
         self._open: set[_Connection] = set()
+        self._most = math.inf  # the last argument of `limit_open`
         self.used = 0.0  #: when the last request was sent, on the monotonic clock
         # Not at exit: threads may still read, and other files may get the sockets' descriptors.
         weakref.finalize(self, _close, self._open).atexit = False
@@ -500,7 +502,11 @@ class Transport:
         return None
 
     def limit_open(self, most: int) -> int:
-        """Close idle connections while more than ``most`` are open; return how many are open."""
+        """Close idle connections while more than ``most`` are open, now and whenever one gets idle.
+
+        Returns the number of open connections.
+        """
+        self._most = most
         for idle in list(self._idle.values()):
             with contextlib.suppress(IndexError):  # none is left
                 while len(self._open) > most:
@@ -509,7 +515,7 @@ class Transport:
 
     def take_back(self, connection: _Connection, *, reusable: bool) -> None:
         """Keep a connection for the next request, or close it."""
-        if reusable and connection in self._open:
+        if reusable and connection in self._open and len(self._open) <= self._most:
             self._idle.setdefault(connection.server, deque()).append(connection)
         else:
             self._open.discard(connection)

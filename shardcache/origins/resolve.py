@@ -87,12 +87,13 @@ class Origins:
     def use(self, scheme: str, origin: Origin) -> None:
         self._made[scheme, (), ""] = origin
 
-    def limit_open(self, most: int) -> None:
-        """Close idle connections while more than ``most`` are open."""
+    def limit_open(self, most: int) -> int:
+        """Close idle connections while more than ``most`` are open; return how many are open."""
         origins = [*self._made.values(), *(upstream.origin for upstream in self._upstreams)]
-        transports = [o.transport for o in origins if o.transport is not None]
+        transports, count = [o.transport for o in origins if o.transport is not None], 0
         for transport in sorted(transports, key=lambda t: -t.used):  # the last one keeps most
-            most -= transport.limit_open(max(0, most))
+            count += transport.limit_open(max(0, most - count))
+        return count
 
     def sources(self, shard: ShardURL, size: int | None = None) -> Iterator[Origin]:
         """Yield each upstream that has the shard, queried only when it is reached, and the origin.

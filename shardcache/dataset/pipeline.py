@@ -62,6 +62,7 @@ _EVENT = 128  # bytes, which lie in one page of memory, so that no reader sees a
 _MFD_CLOEXEC = 1  # of memfd_create(2)
 _BITS = 32  # of the number of a sample in a place
 _COUNTS = re.compile(r"( ~?[0-9]{1,9})*( ~)?").fullmatch  # the ``counts`` of a state
+_COUNTED = 1 << 20  # bytes that are counted at once, because each count takes 2 us
 _SHUFFLES = {filters.shuffle.f, filters.detshuffle}
 #: Stages that do not look at samples. WebDataset has `check_empty` since 1.0.
 _BLIND = {*_SHUFFLES, filters.slice.f, getattr(webdataset.compat, "check_empty", None)}
@@ -90,7 +91,8 @@ def attach_resumable(dataset: _Pipeline, cache: Cache) -> _Pipeline:
 
 @cached
 def _resumable(base: type) -> type:
-    return type(f"Resumable{base.__name__}", (Resumable, base), {"_base": base})
+    bases = (Resumable,) if issubclass(Resumable, base) else (base, Resumable)  # own methods first
+    return type(f"Resumable{base.__name__}", bases, {"_base": base})
 
 
 def _restored(base: type, has_length: bool) -> Any:
@@ -220,8 +222,8 @@ class _Epochs(NamedTuple):
             return self._replace(epoch=epoch)
         if kind == "load":
             return self._replace(epoch=epoch, loads=self.loads + 1, loaded=epoch)
-        if kind == "end":
-            return self._replace(phase=kind)
+        if kind == "end":  # unless this process has begun another iteration since
+            return self._replace(phase=kind) if self.phase == "work" else self
         if name in self.begun:  # by another worker
             return self
         is_continued = epoch >= 0 or self.loaded == self.epoch
@@ -639,6 +641,7 @@ class _Shards:
         self._urls, self._counts, self._left = list[str](), list[int](), list[int]()
         self._opened = dict[int, OpenShard]()
         self._failed = dict[int, ShardCacheError]()  # why a shard could not be opened again
+        self._bytes = 0  # read, but not counted yet
         self._most = most_open()
 
     def _handle(self, exn: Exception, what: str = "samples") -> bool:
@@ -717,8 +720,6 @@ class _Shards:
         if len(self._opened) >= self._most:
             del self._opened[next(iter(self._opened))]  # few of its samples are left
         self._opened[number] = opened
-        if opened.is_cached:  # otherwise, its stream counts
-            self._cache.process.counters.read(opened.size)  # assume that all samples are read
 
     def _warn_of_room(self, opened: OpenShard) -> None:
         if self._buffered and opened.is_cached:
@@ -769,6 +770,7 @@ class _Shards:
             yield sample
             if run.ended == "samples":
                 return
+        self._count()
 
     def _want(self) -> None:
         """Begin to download all shards that have unread samples."""
@@ -794,4 +796,13 @@ class _Shards:
             self._keep(number, opened)
         if not self._left[number]:
             del self._opened[number]
-        return {**opened.sample(index, self._handle), "__url__": self._urls[number]}
+        sample = {**opened.sample(index, self._handle), "__url__": self._urls[number]}
+        if opened.is_cached:  # otherwise, its stream counts
+            self._bytes += opened.offsets[index + 1] - opened.offsets[index]
+        if self._bytes >= _COUNTED:
+            self._count()
+        return sample
+
+    def _count(self) -> None:
+        self._cache.process.counters.read(self._bytes)
+        self._bytes = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 from collections import Counter
@@ -89,6 +90,7 @@ class Worker:
     _sources: Iterator[Origin] = field(init=False)  # after the current one
     _source: Origin | None = None  # the current one: an upstream, or at last the origin
     _tier: Tier | None = None  # in which the last partial is, or was
+    _discards_partial: bool = False  # whether the next source cannot continue the partial
     _earlier: frozenset[str] = frozenset()  # versions on disk before the attempt's first request
 
     @lazy
@@ -126,7 +128,7 @@ class Worker:
             and (other := next(self._sources, None))
         ):
             source.ended(exn)
-            self._source = other
+            self._source, self._discards_partial = other, not upstream
         elif isinstance(exn, VersionChangedError):
             if count > _CHANGED:
                 raise TransferError(
@@ -136,6 +138,7 @@ class Worker:
                     url=str(shard),
                 ) from None
             logger.warning("%s changed while it was downloaded; starting over", shard)
+            self._source = next(self._sources, source)  # one that a resumed partial did not fit
         elif isinstance(exn, MismatchError):
             if count > _MISMATCHED:
                 raise IntegrityError(
@@ -309,14 +312,18 @@ class Worker:
             # Only the origin has a new version.
             self._sources = iter([resources.origins.of(shard)]) if download.outdated else sources
             self._source = next(self._sources)
-        source = self._source
         partial = None if lock is None else self._resume(lock)
-        if partial is not None and source.stated is not None:
-            begun, copied = partial.metadata, (source.stated.version, source.digest or "")
+        if partial is not None and self._discards_partial:
+            partial.discard()
+            partial, self._discards_partial = None, False
+        elif partial is not None and self._source.upstream:
+            begun, copy = partial.metadata, self._source.stated
+            is_other = copy is not None and copy.version != begun.info.version
             # The bytes of the upstream could not be proven together with those of the partial.
-            if copied != (begun.info.version, begun.digest):
-                partial.discard()
-                partial = None
+            if is_other or begun.digest != (self._source.digest or ""):
+                self._sources = itertools.chain([self._source], self._sources)
+                self._source = resources.origins.of(shard)
+        source = self._source
         whole = partial is None and self._is_best_whole()
         record = None if lock is None else directories.layout.holder(shard.key)
         # An upstream has one attempt: the next upstream, or the origin, continues at the same byte.

@@ -197,7 +197,8 @@ class KeyLease:
             return False
         # ValueError: the lease has another duration. RuntimeError: no thread for the heartbeat.
         except (system_error(), ValueError, RuntimeError) as exn:
-            if isinstance(exn, OSError) and exn.errno in _REFUSALS:
+            is_other = isinstance(exn, RuntimeError) and "new thread" not in str(exn)
+            if is_other or (isinstance(exn, OSError) and exn.errno in _REFUSALS):
                 raise
             logger.warning("%s: going on without a lease: %s", self.path, exn)
             return True

@@ -746,3 +746,27 @@ def test_another_cache_takes_the_place_of_the_first_one(make, make_cache, tmp_pa
     dataset, other = make(wds.shuffle(9)), make_cache(dir=tmp_path / "other")
     assert sorted(keys(other.attach(dataset))) == KEYS
     assert other.stats().misses == len(URLS)
+
+
+def test_methods_of_a_subclass_come_before_those_that_resume(make_cache):
+    class Named(wds.WebDataset):
+        def __iter__(self):
+            return ((sample["__key__"], 1) for sample in super().__iter__())
+
+        def state_dict(self):
+            return {**super().state_dict(), "mine": 2}
+
+    dataset = make_cache().attach(Named(URLS[:1], shardshuffle=False), resume=True)
+    assert next(iter(dataset))[1] == 1 and dataset.state_dict()["mine"] == 2
+
+
+def test_a_loader_that_ends_late_does_not_end_a_later_iteration(of_files):
+    dataset = of_files(wds.shuffle(5))
+    loader = iter(DataLoader(dataset, batch_size=None, num_workers=1))
+    next(loader)
+    mine = iter(dataset)
+    next(mine)
+    before = dataset.state_dict()
+    assert before["given"] == 1
+    assert len([*loader]) > 40
+    assert dataset.state_dict() == before

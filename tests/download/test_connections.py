@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -272,3 +273,21 @@ def test_a_download_that_waits_for_the_rate_can_be_stopped(shop, monkeypatch):
     with shop.cache(fill="complete") as cache:
         report = cache.prewarm(shop.urls[0], limit_rate="64kB", stop=stop)
     assert report.stopped is Stopped.REQUESTED and len(calls) == 1
+
+
+def test_streams_past_a_full_cache_leave_few_idle_connections(tmp_path):
+    store, count = Store(payload(3 * BLOCK)), 12
+    store.gate.set()
+    with running(store), Cache(tmp_path, max_size=BLOCK, min_free=0, connections=FEW) as cache:
+        before, all_read = sockets(), threading.Barrier(count)
+
+        def stream(url):
+            with cache.open(url) as opened:
+                opened.read(1000)
+                all_read.wait(PATIENCE)
+                assert len(opened.read()) == len(store.data) - 1000
+
+        urls = [f"{store.url}/{number}.bin" for number in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(stream, urls))
+        wait_until(lambda: len(sockets() - before) <= 2 * FEW)  # both ends are in this process

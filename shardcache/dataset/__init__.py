@@ -7,5 +7,5 @@
     pipeline   WebDataset pipelines that resume exactly: `Cache.attach(resume=True)`; imports torch
     sampler    `ShardBatchSampler`, which gives the samples of an epoch to the ranks; imports torch
 
-The shards stay plain tar archives: what is known of them is in their entries and index files.
+The shards stay plain tar archives. The offsets of their samples are kept beside them in the cache.
 """

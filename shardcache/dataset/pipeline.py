@@ -198,6 +198,19 @@ class _Run:
             number("entered", places), counts, number("check"), ended,
         )  # fmt: skip
 
+    def begin_again(self) -> None:
+        """Return to the start of the pass, whose outputs will be made again."""
+        self.given, self.entered, self.ended = self.before, 0, self.ended and "shards"
+
+    def list_again(self) -> tuple[list[str], int]:
+        """Return the counts of the shards and their checksum, and forget them."""
+        counts, check, self.counts, self.check = self.counts.split(), self.check, "", 0
+        return counts, check
+
+    def enter(self, url: str, count: str) -> None:
+        self.counts += f" {count}"
+        self.check = crc32(os.fsencode(url), self.check)
+
 
 class _Epochs(NamedTuple):
     """The epochs of a pipeline: the result of the events in a log."""
@@ -222,7 +235,7 @@ class _Epochs(NamedTuple):
             return self._replace(epoch=epoch)
         if kind == "load":
             return self._replace(epoch=epoch, loads=self.loads + 1, loaded=epoch)
-        if kind == "end":  # unless this process has begun another iteration since
+        if kind == "end":  # ignored after this process has begun another iteration
             return self._replace(phase=kind) if self.phase == "work" else self
         if name in self.begun:  # by another worker
             return self
@@ -502,8 +515,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         # A pass that continues may have no output left.
         given, is_empty = run.given, not run.given
         if not is_direct:
-            # To the start of the pass, whose outputs are made again.
-            run.given, run.entered, run.ended = run.before, 0, run.ended and "shards"
+            run.begin_again()
         while run.passes < self.repetitions and run.given < most:
             for output in self._pass(run, opener, read):
                 is_empty = False
@@ -657,8 +669,7 @@ class _Shards:
     def places(self, data: Iterable[Any]) -> Iterator[Any]:
         """Yield places, and the samples of shards that cannot be read at random. A stage."""
         items, run = iter(data), self._run
-        counts, check = run.counts.split(), run.check
-        run.counts, run.check = "", 0  # `_enter` notes the shards again
+        counts, check = run.list_again()
         pairs = zip(counts, items, strict=False)
         urls = ((c, item, item["url"] if isinstance(item, dict) else item) for c, item in pairs)
         known = [(count, item, self._enter(url, count)) for count, item, url in urls]
@@ -709,8 +720,7 @@ class _Shards:
         self._urls.append(url)
         self._counts.append(places)
         self._left.append(places)
-        self._run.counts += f" {count}"
-        self._run.check = crc32(os.fsencode(shown or shown_url(url)), self._run.check)
+        self._run.enter(shown or shown_url(url), count)
         if opened is not None and places:
             self._keep(number, opened)
             self._warn_of_room(opened)

@@ -69,6 +69,10 @@ class PartQueue:
     parts: deque[range] = field(default_factory=deque)
     helpers: int = 0  #: that fetch a part at the moment
 
+    def count(self, helpers: int) -> None:
+        """Count helpers that begin (1) or end (-1) to fetch a part."""
+        self.helpers += helpers
+
 
 class Connections:
     """Hands out up to ``most`` connections of a process to workers and helpers.
@@ -241,14 +245,14 @@ class Connections:
                 if work is None:
                     break
                 fetch, part = work.fetch, work.parts.popleft()
-                work.helpers += 1
+                work.count(1)
             self.hand_out()
             try:
                 assert fetch is not None
                 fetch(part)
             finally:
                 with self.lock:
-                    work.helpers -= 1
+                    work.count(-1)
                     self._fetched.notify_all()
             del work, fetch
         self._release()

@@ -240,8 +240,7 @@ class _Connection:
             self.parser = HttpResponseParser(message)
             self.parser.set_dangerous_leniencies(**_LENIENT)
             self.parse(message, head)
-            message.status = self.parser.get_status_code()
-            message.keeps_alive = "close" not in message.headers.get("connection", "").lower()
+            message.head_ended(self.parser.get_status_code())
             if message.status >= 200:
                 return message
         raise failure(ConnectionError, "the server sends nothing but interim responses")
@@ -323,6 +322,11 @@ class _Message:
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
+    def head_ended(self, status: int) -> None:
+        """Note the status, and whether the server keeps the connection open."""
+        self.status = status
+        self.keeps_alive = "close" not in self.headers.get("connection", "").lower()
+
     def on_body(self, data: bytes) -> None:
         self.unframed += data
 
@@ -333,18 +337,25 @@ class _Message:
 class Response:
     """A response whose body is being received; implements `base.Body`."""
 
-    info: ObjectInfo  # set by `http.checked`, as the next two
+    info: ObjectInfo
     start: int
     stop: int | None
-    waited: float
-    url: str  # as requested
-    secrets: Sequence[str]  # as for `Transport.request`
     _connection: _Connection | None = None  # `close` may run before `__init__`
 
     def __init__(
-        self, transport: Transport, connection: _Connection, message: _Message, *, bodiless: bool
+        self,
+        transport: Transport,
+        connection: _Connection,
+        message: _Message,
+        *,
+        url: str,
+        secrets: Sequence[str],
+        waited: float,
+        bodiless: bool,
     ) -> None:
         self._transport, self._aborted, self._message = transport, False, message
+        self.url, self.secrets = url, secrets  # as requested; as for `Transport.request`
+        self.waited = waited
         self.status, self.headers = message.status, message.headers
         coding = self.headers.get("transfer-encoding", "").lower()
         length = "" if coding else self.headers.get("content-length", "")
@@ -360,6 +371,10 @@ class Response:
         #: Whether the end of the body proves that no bytes are missing.
         self.proven = self._chunked or self._left is not None
         self._connection = connection
+
+    def describe(self, info: ObjectInfo, start: int, stop: int | None) -> None:
+        """Set the version of the object and the range of its bytes in the body."""
+        self.info, self.start, self.stop = info, start, stop
 
     def readinto(self, buffer: memoryview) -> int:
         """Read the bytes of the next second into ``buffer``; return their number, 0 at the end."""
@@ -470,10 +485,15 @@ class Transport:
             request = _head(method, f"{connection.prefix}{path}", lines)
             sent = time.monotonic()
             message = connection.exchange(request)
-            response = Response(self, connection, message, bodiless=method == "HEAD")
-            response.waited = time.monotonic() - sent
-            response.url, response.secrets = f"{server}{path}", secrets
-            return response
+            return Response(
+                self,
+                connection,
+                message,
+                url=f"{server}{path}",
+                secrets=secrets,
+                waited=time.monotonic() - sent,
+                bodiless=method == "HEAD",
+            )
         except BaseException as exn:
             self.take_back(connection, reusable=False)
             # Not if a signal handler raised, or the request is wrong.

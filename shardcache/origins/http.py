@@ -214,7 +214,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     text = headers.get("content-range")
     wrong = f"asked for bytes {start} to {stop}, the origin sent {text!r} with {length} bytes"
     if response.status != 206:  # the range was ignored: the whole object follows
-        response.info, response.start, response.stop = object_info(response, length), 0, length
+        response.describe(object_info(response, length), 0, length)
         page = headers.get("content-type", "")
         if response.info.identifiable or not page.lower().startswith(_PAGES):
             return response
@@ -222,7 +222,7 @@ def checked(response: Response, start: int, stop: int | None) -> Response:
     elif match := _CONTENT_RANGE.match(text or ""):
         first, last, total = map(int, match.groups())
         wanted = total if stop is None else min(total, stop)
-        response.info, response.start, response.stop = object_info(response, total), start, last + 1
+        response.describe(object_info(response, total), start, last + 1)
         is_right = first == start <= last < wanted and length in (None, last + 1 - start)
         may_end_early = length is not None and length >= _LEAST and response.info.identifiable
         if is_right and (last + 1 == wanted or may_end_early):

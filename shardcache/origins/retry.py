@@ -112,7 +112,7 @@ class Retries:
             )
 
     def made_progress(self, received: int) -> bool:
-        """Return whether an attempt received too much before it failed to count as a failure."""
+        """Return whether a failed attempt received enough bytes not to count as a failure."""
         self.retries += received >= PROGRESS
         return received >= PROGRESS
 

@@ -320,7 +320,7 @@ class ShardStream(io.RawIOBase):
         elif whence == os.SEEK_END:
             position += self.size()
         elif whence != os.SEEK_SET:
-            raise OSError(errno.EINVAL, f"a seek from {whence} is not possible")
+            raise OSError(errno.EINVAL, f"whence {whence} is not supported")
         if position < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._position = position

@@ -538,7 +538,7 @@ class Space:
     @contextlib.contextmanager
     def _budget_lock(self) -> Iterator[None]:
         """Hold the node's budget lock in the body; after a minute, warn and continue without it."""
-        with self._named_lock("budget", _BUDGET_SECONDS) as other:
+        with self._named_lock("budget", _BUDGET_SECONDS, self._stuck) as other:
             if other not in (None, self._stuck):
                 text = "%s has had the budget lock for a minute; going on without it"
                 logger.warning(text, other)
@@ -546,17 +546,19 @@ class Space:
             yield
 
     @contextlib.contextmanager
-    def _named_lock(self, name: str, seconds: float) -> Iterator[Holder | None]:
+    def _named_lock(
+        self, name: str, seconds: float, stuck: Holder | None = None
+    ) -> Iterator[Holder | None]:
         """Hold a lock of the node; yield None, or its holder if it is not free in ``seconds``.
 
-        A holder of the budget that was stuck before, and still is, is not waited for again.
+        The holder that was ``stuck`` before is not waited for again.
         """
         lock = KeyLock(self.node.named_lock(name), self.node.modes)
         start = announced = clock.monotonic()
         try:
             while not (is_ours := lock.try_acquire(Holder.this_process())):
                 now, other = clock.monotonic(), read_holder(lock.path) or _UNKNOWN
-                if now - start >= seconds or (name == "budget" and other == self._stuck):
+                if now - start >= seconds or other == stuck:
                     break
                 if now - announced >= _ANNOUNCE_EVERY:
                     announced = now

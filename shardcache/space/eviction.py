@@ -244,7 +244,8 @@ def plan(
     # readers would get an older version again.
     versions = Counter(links[0].key for links in files)
     several = [links[0] for links in files if versions[links[0].key] > 1]
-    several.sort(key=lambda entry: stored_at(entry.directory) % DAMAGED)  # so a damaged one is old
+    times = {entry: stored_at(entry.directory) for entry in several}
+    several.sort(key=lambda entry: (times[entry] != DAMAGED, times[entry]))  # damaged ones first
     newest = {entry.key: entry.version for entry in several}
 
     def is_replaced(links: Links) -> bool:

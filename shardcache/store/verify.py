@@ -55,6 +55,14 @@ class VerifyStatus:
     done: int = 0  #: entries that were checked
     passed: int = 0  #: bytes of the entries that were checked
 
+    def add_planned(self, entry: Entry) -> None:
+        self.shards += 1
+        self.bytes += entry.size
+
+    def add_checked(self, entry: Entry) -> None:
+        self.done += 1
+        self.passed += entry.size
+
 
 #: Number of shards to check at once. Flash disks serve a few reads as fast as one, but more would
 #: slow down the jobs that read from the same disk.
@@ -78,8 +86,7 @@ def verify(
     shards: dict[str, list[tuple[Store, Entry]]] = {}
     for store, entry in entries:
         shards.setdefault(entry.key, []).append((store, entry))
-        status.shards += 1
-        status.bytes += entry.size
+        status.add_planned(entry)
     is_closed = False
 
     def check_stopped() -> None:
@@ -106,8 +113,7 @@ def verify(
     try:
         for number, findings in threads.each(check, every, _THREADS, "shardcache-verify"):
             for _, entry in every[number]:
-                status.done += 1
-                status.passed += entry.size
+                status.add_checked(entry)
             yield from findings
     finally:
         is_closed = True

@@ -142,8 +142,10 @@ def test_after_lock_timeout_a_reader_streams_unless_it_is_strict(make_cache, clo
 
 
 @pytest.mark.locks_work
-def test_only_two_pass_a_stuck_holder_by(make_cache, clock):
-    cache = make_cache(stale_after=1, lock_timeout=30)
+@pytest.mark.parametrize("isolation", ["node", "rank"])
+def test_only_two_pass_a_stuck_holder_by(make_cache, clock, set_variables, isolation):
+    set_variables(SHARDCACHE_RANK="1")
+    cache = make_cache(stale_after=1, lock_timeout=30, isolation=isolation)
     locks = [storetools.taken(layout_of(cache.dir).named_lock(f"private-{n}")) for n in range(2)]
     locks.append(held_elsewhere(cache, URL))
     with pytest.raises(LockTimeoutError):

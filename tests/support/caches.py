@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from shardcache.cache import Cache
-from shardcache.layout import Layout
 from tests.support.storetools import taken
 
 
@@ -22,7 +21,7 @@ def read(cache: Cache, url: str) -> bytes:
 
 def held_elsewhere(cache: Cache, url: str, now: float = 0.0, **holder: Any) -> Any:
     """Take the lock of a shard in the name of a process in another container."""
-    path = Layout.of_root(cache.dir).key_lock(cache.parse(url).key)
+    path = cache.process.last_tier.store.layout.key_lock(cache.parse(url).key)
     return taken(path, pid=4711, host="node-7", rank=3, job="job", started=now, **holder)
 
 

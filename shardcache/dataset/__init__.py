@@ -7,5 +7,5 @@
     pipeline   WebDataset pipelines that resume exactly: `Cache.attach(resume=True)`; imports torch
     sampler    `ShardBatchSampler`, which gives the samples of an epoch to the ranks; imports torch
 
-The shards stay plain tar archives. The offsets of their samples are kept beside them in the cache.
+The shards stay plain tar archives. The cache keeps the offsets of their samples beside them.
 """

@@ -7,5 +7,6 @@
     pipeline   WebDataset pipelines that resume exactly: `Cache.attach(resume=True)`; imports torch
     sampler    `ShardBatchSampler`, which gives the samples of an epoch to the ranks; imports torch
 
-The shards stay plain tar archives. The cache keeps the offsets of their samples beside them.
+The shards stay plain tar archives. The first process that needs a shard finds the offsets of its
+samples in the headers of the archive, and writes them into the shard's entry in the cache.
 """

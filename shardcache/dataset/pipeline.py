@@ -235,7 +235,7 @@ class _Epochs(NamedTuple):
             return self._replace(epoch=epoch)
         if kind == "load":
             return self._replace(epoch=epoch, loads=self.loads + 1, loaded=epoch)
-        if kind == "end":  # this process may have begun another iteration
+        if kind == "end":  # of an iteration that may not be the last one
             return self._replace(phase=kind) if self.phase == "work" else self
         if name in self.begun:  # by another worker
             return self

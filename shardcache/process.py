@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from shardcache import clock, threads
 from shardcache.config import Config
-from shardcache.download.download import PASSING, Download, Downloads, State
+from shardcache.download.download import TEMPORARY, Download, Downloads, State
 from shardcache.errors import ConfigError, FetchCancelledError, IntegrityError, ShardCacheError
 from shardcache.faults import Disk, PausedError, fault_kind, ignoring, is_local_error, system_error
 from shardcache.layout import Layout
@@ -387,7 +387,7 @@ class ProcessCache:
         try:
             opened = Worker(self.resources, download).run(self._check)
         except (ShardCacheError, system_error()) as exn:
-            failed = int(not isinstance(exn, (UnusableError, *PASSING)))
+            failed = int(not isinstance(exn, (UnusableError, *TEMPORARY)))
             if isinstance(exn, OSError):
                 self.disk.failed(writing, exn)
             raise

@@ -353,9 +353,9 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with ``epoch``, or continue it if its state was loaded."""
         epochs, epoch = self._log.add(), checked_int("epoch", epoch, 0)
-        is_waiting = self._is_waiting(epochs)
-        if epoch != epochs.epoch or not is_waiting:
-            if is_waiting:
+        will_continue = self._will_continue(epochs)
+        if epoch != epochs.epoch or not will_continue:
+            if will_continue:
                 logger.warning("set_epoch(%d) leaves the position that was loaded", epoch)
             self._log.add("set", epoch)
             self._run = self._tracked = None
@@ -365,7 +365,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
         tracked, epochs = self._tracked, self._log.add()
         if tracked is not None and tracked["until"] in (None, epochs.epoch):
             return {"epoch": tracked["epoch"], "workers": [*tracked["workers"]]}
-        if self._is_waiting(epochs):
+        if self._will_continue(epochs):
             return dict(self._loaded)
         is_elsewhere = epochs.phase in ("work", "end") and get_worker_info() is None
         run = None if is_elsewhere else self._run
@@ -381,7 +381,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             )
         return self._state(run or _Run(epochs.epoch))
 
-    def _is_waiting(self, epochs: _Epochs) -> bool:
+    def _will_continue(self, epochs: _Epochs) -> bool:
         """Return whether the next iteration will continue the state that was loaded."""
         return bool(self._loaded) if self._load < 0 else epochs.loaded == epochs.epoch
 
@@ -454,7 +454,7 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 loader._tracked_by_shardcache = tracked
         epochs, constant = self._log.add(), self._state(_Run(0))
         workers = loader.num_workers or 1
-        loaded = self._loaded_by_worker(workers) if self._is_waiting(epochs) else {}
+        loaded = self._loaded_by_worker(workers) if self._will_continue(epochs) else {}
         states = [loaded.get(worker) for worker in range(workers)]
         # After a loop that was left, the position holds until another iteration begins.
         self._tracked = saved = {"epoch": epochs.epoch, "workers": states, "until": None}

@@ -182,23 +182,23 @@ class Connections:
         self._origins.limit_open(most)
         self.hand_out()
 
-    def offer(self, work: PartQueue) -> None:
+    def offer(self, queue: PartQueue) -> None:
         with self.lock:
-            self._queues.append(work)
+            self._queues.append(queue)
         self.hand_out()
 
-    def take(self, work: PartQueue) -> range | None:
+    def take(self, queue: PartQueue) -> range | None:
         """Return the next part for the worker of a shard, or None if no part is left."""
         self.hand_out()  # the share of this process may have grown
         with self.lock:
-            return work.parts.popleft() if work.parts else None
+            return queue.parts.popleft() if queue.parts else None
 
-    def end(self, work: PartQueue, seconds: float | None = None) -> None:
+    def end(self, queue: PartQueue, seconds: float | None = None) -> None:
         """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
         with self.lock:
-            work.parts.clear()
-            work.fetch = None  # breaks the reference cycle between the queue and its transfer
-            self._fetched.wait_for(lambda: not work.helpers, seconds)
+            queue.parts.clear()
+            queue.fetch = None  # breaks the reference cycle between the queue and its transfer
+            self._fetched.wait_for(lambda: not queue.helpers, seconds)
 
     def hand_out(self) -> None:
         """Give a free connection to a waiting worker, or start a helper if no worker waits."""
@@ -241,20 +241,20 @@ class Connections:
         while True:
             with self.lock:
                 yields = self._waiting or self._busy > self.allowed
-                work = None if yields else self._next()
-                if work is None:
+                queue = None if yields else self._next()
+                if queue is None:
                     break
-                fetch, part = work.fetch, work.parts.popleft()
-                work.count(1)
+                fetch, part = queue.fetch, queue.parts.popleft()
+                queue.count(1)
             self.hand_out()
             try:
                 assert fetch is not None
                 fetch(part)
             finally:
                 with self.lock:
-                    work.count(-1)
+                    queue.count(-1)
                     self._fetched.notify_all()
-            del work, fetch
+            del queue, fetch
         self._release()
 
 

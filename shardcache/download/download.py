@@ -32,7 +32,7 @@ State = Enum("State", "WAITING RUNNING DONE FAILED CANCELLED")
 Outcome: TypeAlias = Literal["hit", "coalesced", "linked", "fetched", "imported"]
 
 #: Errors after which another reader may get the shard at once.
-PASSING = CacheFullError, LockTimeoutError, FetchCancelledError
+TEMPORARY = CacheFullError, LockTimeoutError, FetchCancelledError
 #: The bytes of one request. If no more are missing, they arrive before a new download would begin.
 _ALMOST_COMPLETE = 16 << 20
 
@@ -160,7 +160,7 @@ class Download:
             self.is_ahead = False
             if self.state in (State.WAITING, State.RUNNING):
                 return True
-            if isinstance(self._error, ShardCacheError) and not isinstance(self._error, PASSING):
+            if isinstance(self._error, ShardCacheError) and not isinstance(self._error, TEMPORARY):
                 return True
             return self._opened is not None or self._response is not None
 

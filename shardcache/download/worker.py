@@ -22,7 +22,7 @@ from shardcache import clock
 from shardcache.archive import MALFORMED, archive_problem, check_archive
 from shardcache.clock import boot_id
 from shardcache.config import __version__
-from shardcache.download.download import PASSING, Download
+from shardcache.download.download import TEMPORARY, Download
 from shardcache.download.transfer import CopyError, Resources, Transfer
 from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError, TransferError
 from shardcache.faults import FULL, is_disk_fault, is_local_error, system_error
@@ -124,7 +124,7 @@ class Worker:
         elif (
             source is not None
             and isinstance(exn, ShardCacheError)
-            and type(exn) not in PASSING
+            and type(exn) not in TEMPORARY
             and (other := next(self._sources, None))
         ):
             source.ended(exn)

@@ -306,7 +306,7 @@ class Pool:
 
     def _start_threads(self, count: int) -> bool:
         """Start up to ``count`` threads, or download in this one. Return False if all is done."""
-        while self._is_waiting() and self._threads < min(self._jobs, count):
+        while self._has_shards() and self._threads < min(self._jobs, count):
             with self._lock:
                 self._threads += 1
             try:
@@ -317,7 +317,7 @@ class Pool:
                 if not self._threads and (download := self._next()):
                     self._run(download)
                 break
-        return bool(self._threads or self._silent or self._is_waiting())
+        return bool(self._threads or self._silent or self._has_shards())
 
     def _useful_threads(self) -> int:
         connections = self.cache.process.resources.connections
@@ -327,7 +327,7 @@ class Pool:
         waiting = sum(download.is_waiting for download in list(self._running.values()))
         return waiting + (1 if is_enough else connections.allowed)
 
-    def _is_waiting(self) -> bool:
+    def _has_shards(self) -> bool:
         return os.lseek(self._position, 0, os.SEEK_CUR) < len(self._queue)
 
     # -- helpers ---------------------------------------------------------------

@@ -71,7 +71,7 @@ class DownloadReader:
         self._seen: Path | None = None  # the last partial that this reader tried to open
         self._partial: OpenPartial | None = None
         self._read = 0  # offset after the last byte that was read
-        self._is_fixed = False  # whether the caller has seen bytes or the size
+        self._is_version_fixed = False  # whether the caller has seen bytes or the size
         self._watermark = 0  # offset after the last byte that may be read
         self._download, self._has_started = process.start_download(
             shard, finish=finish, ahead=ahead
@@ -95,7 +95,7 @@ class DownloadReader:
     @property
     def size(self) -> int | None:
         """The size of the shard in bytes, once known. Then only this version is read."""
-        self._is_fixed |= self._partial is not None
+        self._is_version_fixed |= self._partial is not None
         return None if self._partial is None else self._partial.info.size
 
     def take_response(self) -> Body | None:
@@ -119,7 +119,7 @@ class DownloadReader:
         count = os.preadv(self._partial.data.fileno(), (view,), position)
         if count == 0:
             raise OSError(errno.EIO, f"the partial ends at byte {position}")
-        self._read, self._is_fixed = max(self._read, position + count), True
+        self._read, self._is_version_fixed = max(self._read, position + count), True
         return count
 
     def advance(self, position: int) -> OpenEntry | None:
@@ -151,7 +151,7 @@ class DownloadReader:
     def _has_grown(self, path: Path | None, position: int) -> bool:
         """Update the watermark, and return whether there are new bytes after ``position``."""
         # Then a new partial is not opened: only the entry can continue the version.
-        if path is not None and path != self._seen and not self._is_fixed:
+        if path is not None and path != self._seen and not self._is_version_fixed:
             try:
                 partial = OpenPartial(path, self._shard.basename)
                 if self._partial is not None:
@@ -179,7 +179,7 @@ class DownloadReader:
         It is the same file, unless the partial was lost or damaged, or an upstream failed. Its
         version may differ from that of the upstream's copy.
         """
-        if not self._is_fixed or self._partial is None:
+        if not self._is_version_fixed or self._partial is None:
             return
         old, new = self._partial.data.fileno(), opened.file.fileno()
         if os.path.sameopenfile(old, new):

@@ -244,7 +244,7 @@ class ShardStream(io.RawIOBase):
 
     mode = "rb"
     # Class attributes, because streams are made by the million, and setting these takes time.
-    _version_fixed = False  # because bytes or the size were delivered
+    _is_version_fixed = False  # because bytes or the size were delivered
     _error: Exception | None = None
 
     def __init__(self, process: ProcessCache, shard: ShardURL, reader: Reader) -> None:
@@ -285,9 +285,9 @@ class ShardStream(io.RawIOBase):
                 self._replace(exn)
             else:
                 if count is not None:
-                    self._version_fixed = self._version_fixed or count > 0
-                    is_past = isinstance(reader, OriginReader)
-                    self._counters.read(count, "bytes_streamed" if is_past else "bytes_opened")
+                    self._is_version_fixed = self._is_version_fixed or count > 0
+                    is_streamed = isinstance(reader, OriginReader)
+                    self._counters.read(count, "bytes_streamed" if is_streamed else "bytes_opened")
                     self._position += count  # last: a signal handler may raise after any call
                     return count
                 assert isinstance(reader, DownloadReader)
@@ -303,7 +303,7 @@ class ShardStream(io.RawIOBase):
             except system_error() as exn:
                 self._replace(exn)
             else:
-                self._version_fixed = self._version_fixed or bool(data)
+                self._is_version_fixed = self._is_version_fixed or bool(data)
                 self._counters.read(len(data))
                 self._position += len(data)
                 if len(data) == left:
@@ -334,7 +334,7 @@ class ShardStream(io.RawIOBase):
             if not isinstance(self._reader, DownloadReader):
                 raise io.UnsupportedOperation("the origin does not say how long the shard is")
             self._advance(self._reader)
-        self._version_fixed = True
+        self._is_version_fixed = True
         return size
 
     def fileno(self) -> int:
@@ -374,7 +374,7 @@ class ShardStream(io.RawIOBase):
             if isinstance(failed, OpenEntry) and is_disk_fault(fault):
                 self._use(self._replace_entry(failed, fault))
             elif isinstance(failed, DownloadReader):
-                version = failed.version if self._version_fixed else None
+                version = failed.version if self._is_version_fixed else None
                 self._use(_bypass(process, shard, fault, failed, self._position, version))
             else:
                 raise fault  # nothing can replace the origin
@@ -412,7 +412,7 @@ class ShardStream(io.RawIOBase):
         text = "%s cannot be read at byte %d of %s (%s); the rest is streamed"
         facts = shard, self._position, opened.path, fault.strerror
         process.notices.warn(fault_kind(fault), text, *facts)
-        version = (entry.version, entry.size) if self._version_fixed else None
+        version = (entry.version, entry.size) if self._is_version_fixed else None
         return OriginReader(process, shard, self._position, version=version)
 
     def _use(self, reader: Reader) -> None:

@@ -69,6 +69,7 @@ class ProcessCache:
         self.config = config
         self._ranks = ranks
         self._started = started
+        self.is_job = started is not None  #: and not a command, which reports its errors itself
         # Without a launcher, the processes of a job have copies of one `Cache`, which began at the
         # same time, so that time identifies the job.
         name = f"{started or 0.0:.6f}" if ranks.launcher == "none" else "local"
@@ -387,7 +388,7 @@ class ProcessCache:
         try:
             opened = Worker(self.resources, download).run(self._check)
         except (ShardCacheError, system_error()) as exn:
-            failed = int(not isinstance(exn, (UnusableError, *TEMPORARY)))
+            failed = int(not (download.file or isinstance(exn, (UnusableError, *TEMPORARY))))
             if isinstance(exn, OSError):
                 self.disk.failed(writing, exn)
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from shardcache.errors import ConfigError
@@ -88,11 +88,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def similar(name: str, names: Iterable[str]) -> str:
+def similar(name: str, names: Collection[str]) -> str:
     """Return the one of ``names`` that the user probably meant, or ""."""
     import difflib  # here, because it is rarely needed
 
-    return next(iter(difflib.get_close_matches(name, names, n=1)), "")
+    parts = [part for part in name.split("_") if part in names]  # "cache_dir": dir
+    return next(iter(parts or difflib.get_close_matches(name, names, n=1)), "")
 
 
 def format_rate(bytes_per_second: float) -> str:

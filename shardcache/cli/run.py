@@ -58,6 +58,7 @@ def run_command(
     torchrun, read through the cache, too. Only tar archives are cached; writes and other files
     are not affected. Invalid options end this command with exit code 2. Otherwise its exit
     code is that of the program, 127 if there is no such program, and 126 if it cannot be started.
+    If this command is killed by SIGKILL, the program goes on.
 
     If you cannot change the command line of the program, set the variables that --env prints.
 
@@ -122,7 +123,7 @@ def run_command(
     uncached = {name: reason for name, tab, reason in (x.partition("\t") for x in lines) if tab}
     was = "is known to have been" if code else "was"
     text = f"no shard {was} opened through the cache in {config.dir}"
-    if not (stats.opens or lines):
+    if not (stats.opens or lines or code):
         text += " (does the program replace PYTHONPATH? Local files are read in place, unless "
         text += "cache_local is set)"
     if opened := stats.opens - stats.failed:

@@ -167,7 +167,7 @@ def _write_text(name: str, text: str) -> int:
 
 
 def _figures(stats: Stats) -> str:
-    if not stats.opens and not stats.fetches:
+    if not any(stats.counters.values()):
         return "Nothing was counted."
     begin, end = (local_time(utc(date or 0.0)) for date in (stats.since, stats.until))
     rows = [("Period", f"{begin} to {end}")]

@@ -234,12 +234,15 @@ class Listing:
                 raise ConfigError(text, url=str(directory))
             tokens.add(token)
 
-    def sizes(self, shards: Sequence[ShardURL], level: int = logging.INFO) -> dict[str, int]:
+    def sizes(
+        self, shards: Sequence[ShardURL], level: int = logging.INFO, *, ask: bool = True
+    ) -> dict[str, int]:
         """Return the sizes of shards by key, as far as listings and local files reveal them.
 
         S3 takes about one request per thousand objects in the folders of the shards, up to a limit.
         If a listing fails or is forbidden, the remaining sizes are missing from the result; the
-        reason is logged at ``level``. With WARNING, a failure is raised.
+        reason is logged at ``level``. With WARNING, a failure is raised. This sends no request
+        without ``ask``.
         """
         keys = {str(shard): shard.key for shard in shards if not shard.options}
         folders: dict[ShardURL, list[str]] = {}
@@ -249,7 +252,7 @@ class Listing:
                 folder = url.rpartition("/")[0] + "/"
                 directory = ShardURL(folder, shard.scheme, folder, "", "")
                 folders.setdefault(directory, []).append(url)
-        left = _SPARE_PAGES + len(shards) // _PER_PAGE
+        left = _SPARE_PAGES + len(shards) // _PER_PAGE if ask else 0
         try:
             for directory, urls in folders.items():
                 if left <= 0 or directory.is_masked or not self._origins.of(directory).lists_pages:

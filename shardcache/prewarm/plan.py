@@ -170,8 +170,7 @@ def make_plan(
     cached = {e.key: e for e in current if e.has_data(wanted[e.key].basename)}
     missing = [s for s in shards if s.key not in cached and s.key not in errors]
     level = logging.WARNING if options.get("dry_run") else logging.INFO
-    needs_sizes = missing and not options.get("check")
-    sizes: Mapping[str, int] = listing.sizes(missing, level) if needs_sizes else {}
+    sizes = listing.sizes(missing, level, ask=not options.get("check"))
     allocated = process.last_tier.space.allocated
     on_disk = {key: allocated(size) for key, size in sizes.items()}
     needed = sum(on_disk.values())

@@ -93,6 +93,8 @@ class PrewarmPlan:
         total = number["cached_bytes"] + number["to_fetch_bytes"]
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
         text = f"Need {counted(len(self.shards), 'shard')}{size}: {len(self.cached):,} cached"
+        if failed := sum(result.outcome is Outcome.FAILED for result in self.results.values()):
+            text += f", {failed:,} not compared with the origin"
         if not fetch:
             over = f"; {format_bytes(self.over)} over the limits, which `shardcache clean` removes"
             return f"{text}, nothing to fetch{over if self.over else ''}"

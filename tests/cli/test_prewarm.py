@@ -77,6 +77,10 @@ def test_a_plan_that_does_not_fit_is_exit_5(run, spec, data, proxy, tmp_path, mo
     assert "  Reading the shards left out evicts cached ones, unless they are pinned" in err
     assert code == 0 and "left out for lack of room" in out
     assert "2 cached, 2 to fetch" in run("prewarm", spec, "--check")[1]
+    assert (
+        "2 to fetch (sizes unknown)"
+        not in run("prewarm", f"{spec[: spec.rindex('/')]}/", "--check")[1]
+    )
     run.out("prewarm", spec, "--max-size", f"{4 * size}B")
     monkeypatch.setenv("SHARDCACHE_MIN_FREE", "99%")  # cached shards need no room
     code, out, err = run("prewarm", spec, "--refresh", "--max-size", "1B")

@@ -32,7 +32,7 @@ def names(count, bucket="b"):
 def listed(monkeypatch, origin):
     """Let listings state the sizes of the in-memory origin."""
 
-    def sizes(self, shards, level):
+    def sizes(self, shards, level, ask):
         return {s.key: len(origin.objects[str(s)]) for s in shards if str(s) in origin.objects}
 
     monkeypatch.setattr("shardcache.origins.listing.Listing.sizes", sizes)

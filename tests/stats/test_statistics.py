@@ -162,6 +162,9 @@ def test_the_stats_command(run, tmp_path, monkeypatch):
 
     assert stats("--zero") == "counters are reset\n"
     assert stats() == "Nothing was counted.\n"
+    with shop.cache() as cache:
+        cache.process.counters.read(9, "bytes_origin")  # of a download that was cancelled
+    assert "Bytes received over the network" in stats()
 
 
 def test_a_python_without_sqlite_counts_nothing(shop):

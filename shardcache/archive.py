@@ -332,7 +332,7 @@ def check_archive(fd: int, basename: str, url: str) -> None:
     try:
         tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
     except tarfile.HeaderError as exn:
-        problem = f"begins with {head[:24]!r}" if head else "is empty (0 bytes)"
+        problem = f"begins with {head[:5]!r}" if head else "is empty (0 bytes)"
         raise IntegrityError(
             f"{url} is not a tar archive: it {problem}. Check the object, and upload it again; an "
             "error page may have been uploaded or served in its place.",

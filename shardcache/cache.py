@@ -465,7 +465,7 @@ class Cache:
                 limits = Limits(everything=everything) if everything or sweep_only else None
                 report = space.clean(limits, orphans=orphans, dry_run=dry_run, wait=wait)
                 reports.append(report)
-                is_used = report.kept or live_sessions(tier.node)
+                is_used = report.kept or live_sessions(tier.node) or self.pins()
                 if remove_dir and everything and not (dry_run or is_used):
                     process.counters.flush()  # which writes into the directory
                     root.remove_root(tier.node)

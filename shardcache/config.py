@@ -629,7 +629,7 @@ def _parse(option: dataclasses.Field[Any], value: object, source: str) -> object
     except ValueError as exn:
         # A table, or a URL with a login or a query, may contain a secret: show only its type.
         text = str(value) if isinstance(value, str | int | float | Path | Limit) else ""
-        hidden = not text or kind is TABLE or not {*"@?#"}.isdisjoint(text)
+        hidden = not text or "table" in kind.text or not {*"@?#"}.isdisjoint(text)
         subject = f"a {type(value).__name__}" if hidden else repr(text[:80])
         message = f"{subject} {exn}. Accepted: {kind.text}"
         message += "." if option.default is not None else f", or {NONE}."

@@ -107,6 +107,7 @@ _PROGRAM = r"(?a)\s*(?:\w+=(?:'[^']*'|\"[^\"`$\\]*\"|[\w./:@%+,-])*\s+)*([\w./+-
 #: The parts of a command that choose a server: URLs without their logins, and options.
 _ADDRESS = r"(?:://(?:[^/\s]*@)?|--(?:endpoint-url|region)[= ])([^\s|;<>]*)"
 _CONTROL = r"[\x00-\x1f\x7f]"
+_NOT_TEXT = r"[\x00-\x1f\x7f\ud800-\udfff]"  # also the bytes that are not UTF-8
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _MAX_BASENAME = 120  #: filesystems allow 255 bytes; temporary names are longer
 #: The ARN of an access point of S3, of S3 on Outposts or of S3 Object Lambda.
@@ -319,16 +320,22 @@ def _key_of(identity: bytes) -> str:
 
 
 def refuse_control(url: str) -> None:
-    """Raise ConfigError for a URL with a control character."""
-    if not url.isprintable() and re.search(_CONTROL, url):
-        # Replace the characters first: `redact` would show what follows a newline in a signature.
-        subject = shown_url(re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
-        raise ConfigError(f"{subject!r} contains a control character. Strip line ends from URLs.")
+    """Raise ConfigError for a URL with characters that `_replaced` replaces."""
+    # `redact` would show what follows a newline in a signature.
+    if not url.isprintable() and (name := _replaced(url)) != url:
+        what = "contains a control character" if re.search(_CONTROL, url) else "is not UTF-8"
+        raise ConfigError(f"{shown_url(name)!r} {what}. Strip line ends from URLs, or rename it.")
+
+
+def _replaced(url: str) -> str:
+    """Replace control characters and, unless it is a path, bytes that are not UTF-8."""
+    is_path = "://" not in url or url.lower().startswith("file:")
+    return re.sub(_CONTROL if is_path else _NOT_TEXT, "\N{REPLACEMENT CHARACTER}", url)
 
 
 def parse_listed(parse: Callable[[str], ShardURL], url: str) -> ShardURL:
-    """Parse a URL from a listing. One with a control character is refused by `Origins.of`."""
-    shard = parse(name := re.sub(_CONTROL, "\N{REPLACEMENT CHARACTER}", url))
+    """Parse a URL from a listing. `refuse_control` refuses it if a download begins."""
+    shard = parse(name := _replaced(url))
     return shard if name == url else replace(shard, raw=url, key=_key_of(os.fsencode(url)))
 
 

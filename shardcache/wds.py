@@ -145,7 +145,7 @@ def _has_function(url: str) -> bool:
 
 
 def _is_forbidden(url: str, shard: ShardURL) -> bool:
-    """Return whether WebDataset 1.0 refuses a shard, if WDS_SECURE or the program demands it."""
+    """Return whether the ``gopen`` of WebDataset 1.0 refuses a shard, as WDS_SECURE demands."""
     from webdataset import utils
 
     is_secure = getattr(utils, "enforce_security", False)
@@ -527,7 +527,7 @@ def _cached(
         module, function = _caller()
         cache, is_archive, is_tried = None, module in _READERS, False
         try:
-            if mode == "rb":
+            if mode == "rb" and url != "-":  # standard input
                 cache, rewritten = cache_of(), rewrite(url)
                 shard = cache.parse(rewritten)
                 is_in_place = cache.process.is_in_place(shard)

@@ -175,6 +175,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"validate": "x"}, "function of a path"),
     ({"upstreams": [{"url": "/nas", SECRET: "x"}]}, "upstreams"),
     ({"upstreams": f"s3://me:{SECRET}@bucket"}, "upstreams"),
+    ({"upstreams": f'[{{"url": "/nas", "x": "{SECRET.replace("@", "")}"}}]'}, "upstreams"),
     ({"cache_dir": "/x"}, r"'cache_dir' \(argument\). Did you mean dir\?"),
     ({"max_sise": "1GB"}, r"'max_sise' \(argument\). Did you mean max_size\?"),
     ({"policy": "fifo"}, r"policy \(argument\): fifo was removed. Use lru"),

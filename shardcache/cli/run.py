@@ -55,10 +55,11 @@ def run_command(
     Write the options of this command before PROGRAM: all words after PROGRAM are its arguments.
 
     All Python processes that the program starts, such as DataLoader workers and the ranks of
-    torchrun, read through the cache, too. Only tar archives are cached; writes and other files
-    are not affected. Invalid options end this command with exit code 2. Otherwise its exit
-    code is that of the program, 127 if there is no such program, and 126 if it cannot be started.
-    If this command is killed by SIGKILL, the program goes on.
+    torchrun, read through the cache, too. Only tar archives are cached, but no local ones that
+    WebDataset opens by itself; writes and other files are not affected. Invalid options end
+    this command with exit code 2. Otherwise its exit code is that of the program, 127 if there
+    is no such program, and 126 if it cannot be started. If this command is killed by SIGKILL,
+    the program goes on.
 
     If you cannot change the command line of the program, set the variables that --env prints.
 
@@ -111,7 +112,9 @@ def run_command(
         try:
             child = subprocess.Popen(program, env=environment)
         except OSError as exn:
-            invocation.console.error(f"{program[0]} cannot be started: {exn.strerror}.", exn)
+            invocation.console.error(
+                f"{program[0] or repr('')} cannot be started: {exn.strerror}.", exn
+            )
             return 127 if isinstance(exn, FileNotFoundError) else 126  # as shells do
         for missed in early:
             child.send_signal(missed)
@@ -124,8 +127,9 @@ def run_command(
     was = "is known to have been" if code else "was"
     text = f"no shard {was} opened through the cache in {config.dir}"
     if not (stats.opens or lines or code):
-        text += " (does the program replace PYTHONPATH? Local files are read in place, unless "
-        text += "cache_local is set)"
+        how = "WebDataset may open them itself: use cache.attach" if config.cache_local else ""
+        how = how or "they are read in place, unless cache_local is set"
+        text += f" (does the program replace PYTHONPATH? For local files: {how})"
     if opened := stats.opens - stats.failed:
         text = f"{counted(opened, 'shard')} opened, {stats.hits:,} of them from the cache in "
         text += f"{config.dir}; {format_bytes(stats.bytes_origin)} came from the origin"

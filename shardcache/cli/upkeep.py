@@ -100,7 +100,11 @@ def clean_command(
         for tier in cache.config.by_tier():
             if is_cache(tier.dir):
                 why = "a process uses it, or it has files of other programs"
-                why = "shards are pinned or in use (see `shardcache ls`)" if report.kept else why
+                why = (
+                    "shards are pinned or in use (see `shardcache ls`)"
+                    if report.kept or cache.pins()
+                    else why
+                )
                 console.error(f"{tier.dir} stays: {why}.")
                 return ExitCode.FAILED
         console.info(f"removed {cache.dir}")

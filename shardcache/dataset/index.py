@@ -39,8 +39,9 @@ from shardcache.archive import (
 )
 from shardcache.errors import ConfigError, IntegrityError, ShardCacheError, ShardNotFoundError
 from shardcache.faults import system_error
-from shardcache.files import open_file
+from shardcache.files import open_file, owned
 from shardcache.layout import INDEX
+from shardcache.reading.readers import UnversionedError
 from shardcache.reading.stream import open_shard, stream_file
 from shardcache.sync import atomic_write
 from shardcache.threads import no_fork
@@ -105,7 +106,7 @@ class OpenShard:
         used: when a sample was last read, on the monotonic clock.
     """
 
-    _fd = -1
+    _file: io.FileIO | None = None
 
     def __init__(self, cache: Cache, shard: ShardURL, stream: BinaryIO | None = None) -> None:
         refuse_compressed(shard)
@@ -123,10 +124,10 @@ class OpenShard:
         with contextlib.suppress(io.UnsupportedOperation):  # the shard bypasses the cache
             # When the disk fails, the stream closes its own descriptor. Another file may then get
             # the same number while another thread is about to read.
-            self._fd = os.dup(self._stream.fileno())
+            self._file = owned(os.dup, (self._stream.fileno(),))
             # The size of the entry. If the file has been truncated since, `fstat` states less.
             self.size = self._stream.seek(0, os.SEEK_END)
-        self.is_cached = self._fd >= 0 and not cache.process.is_in_place(shard)
+        self.is_cached = self._file is not None and not cache.process.is_in_place(shard)
         self._directory = self._path.rpartition("/")[0]
         if not (self.is_cached and self._load()):
             self._make()
@@ -134,10 +135,10 @@ class OpenShard:
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_exiting():  # the functions that `close` calls may be gone
             return
-        if (stream := getattr(self, "_stream", None)) is not None:
-            stream.close()  # Python would warn of the file
-        if self._fd >= 0:
-            os.close(self._fd)
+        # Python would warn of open files; if a signal handler raises here, it closes them itself.
+        for file in (getattr(self, "_stream", None), self._file):
+            if file is not None:
+                file.close()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -181,21 +182,27 @@ class OpenShard:
                 self._lose(exn)
         # `no_fork`, because a child that is forked in the block would wait for the lock forever.
         with no_fork(), self._lock:
-            self._stream.seek(offset)
-            return self._stream.read(size)
+            try:
+                self._stream.seek(offset)
+                return self._stream.read(size)
+            except UnversionedError:  # so read this sample in another response
+                self._stream = open_shard(self._cache.process, self._shard)
+                return self._read_on(size, offset)
 
     def _pread(self, size: int, offset: int) -> bytes:
-        data = os.pread(self._fd, size, offset)
+        assert self._file is not None
+        fd = self._file.fileno()
+        data = os.pread(fd, size, offset)
         while len(data) < min(size, self.size - offset):  # Linux reads 2 GiB at most
             at = offset + len(data)
-            if not (more := os.pread(self._fd, size - len(data), at)):
+            if not (more := os.pread(fd, size - len(data), at)):
                 raise OSError(errno.EIO, f"the file ends at byte {at} of {self.size}")
             data += more
         return data
 
     @property
     def _is_local(self) -> bool:
-        return self._fd >= 0 and not self.is_lost
+        return self._file is not None and not self.is_lost
 
     def _lose(self, problem: OSError) -> None:
         """Read through the stream from now on, which sets an entry aside that cannot be read."""

@@ -93,11 +93,11 @@ class PrewarmPlan:
         total = number["cached_bytes"] + number["to_fetch_bytes"]
         size = f", {'at least ' if unknown else ''}{format_bytes(total)}" if total else ""
         text = f"Need {counted(len(self.shards), 'shard')}{size}: {len(self.cached):,} cached"
-        if failed := sum(result.outcome is Outcome.FAILED for result in self.results.values()):
-            text += f", {failed:,} not compared with the origin"
         if not fetch:
+            failed = sum(result.outcome is Outcome.FAILED for result in self.results.values())
+            text += f", {failed:,} failed" if failed else ", nothing to fetch"
             over = f"; {format_bytes(self.over)} over the limits, which `shardcache clean` removes"
-            return f"{text}, nothing to fetch{over if self.over else ''}"
+            return f"{text}{over if self.over else ''}"
         need = format_bytes(self.fetch_bytes)
         if unknown:
             is_all = unknown == fetch

@@ -210,6 +210,10 @@ class DownloadReader:
             download.leave()
 
 
+class UnversionedError(TransferError):
+    """The origin names no version, so that no other response can continue the first one."""
+
+
 class OriginReader:
     """Reads one version of a shard from an upstream or its origin, bypassing the cache.
 
@@ -390,7 +394,7 @@ class OriginReader:
         body = self._origin.open(self._shard, self._position, None, info)
         try:
             if self._version is not None and not body.info.identifiable:
-                raise TransferError(
+                raise UnversionedError(
                     f"{self._shard} cannot be continued at byte {self._position}, because its "
                     "origin names no version (ETag or Last-Modified). Read the shard again.",
                     url=str(self._shard),

@@ -48,6 +48,8 @@ assert wds.gopen(other).name == other.replace("x.tar", "new/x.tar")
 assert wds.gopen("pipe:echo hello").read() == b"hello\\n"
 shard = wds.gopen(first.replace("s3://", "cloud://"))
 assert shard.name == first and shard.read()
+standard_input = next(wds.tariterators.url_opener([{{"url": "-"}}]))["stream"]
+assert standard_input is sys.stdin.buffer
 try:
     wds.gopen("ftp://host/_info.json")
 except ValueError as exn:
@@ -132,7 +134,7 @@ def test_only_reads_of_shards_use_the_cache(launch, s3, bucket, spec, tmp_path):
     files = tmp_path / "x.tar", f"s3://{bucket}/train-0000.tar"
     code, out, err = launch(FILES, *files, environment=environment)
     assert code == 0, err
-    assert "splits" in out and "no gopen handler" in out
+    assert "splits" in out and "no gopen handler" in out and "not cached" not in err
     assert f"'customized', '{tmp_path}/sitecustomize.py'" in out
     assert len(list((tmp_path / "cache").glob("v1/objects/*/*/*/*.tar"))) == 1
 

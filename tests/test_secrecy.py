@@ -126,7 +126,7 @@ ANSWERS: dict[str, Callable[[str], bytes]] = {
     "busy": lambda head: answer("503 Slow Down"),
     "cut": lambda head: whole(head)[:-100],
     "no answer": lambda head: b"",
-    "no shard": lambda head: answer("200 OK", b"<html>" * 200),
+    "no shard": lambda head: answer("200 OK", f"{CANARY} is not valid".encode() * 99),
     "no head": lambda head: whole(head).replace(b"Connection", b"no colon\r\nConnection"),
     "circle": lambda head: answer("302 Found", Location=f"/b.tar?X-Amz-Signature={CANARY}"),
     "echoed version": lambda h: whole(h, ETag=f'"{echo(h)}"', Last_Modified=echo(h)),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from shardcache.dataset import dataset as module
 from shardcache.dataset.sampler import SampleIndex
 from shardcache.errors import ConfigError, IntegrityError, ShardNotFoundError, TransferError
 from shardcache.layout import INDEX
+from shardcache.reading.stream import ShardStream
 from tests.support.caches import warnings
 from tests.support.storetools import no_descriptor_left, refusing, together, wait_until
 from tests.support.tars import sample_tar, tar_of
@@ -164,6 +166,21 @@ def test_a_failing_disk_costs_no_sample(data, monkeypatch, is_indexed, is_cut):
     assert keys(data) == KEYS
     assert not os.path.samestat(data.cache.path(URL).stat(), status)  # downloaded again
     assert keys(data) == KEYS
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")
+def test_a_signal_handler_in_a_finalizer_keeps_no_shard_in_use(data, monkeypatch):
+    def interrupted(stream):
+        monkeypatch.setattr(ShardStream, "close", close)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)  # pytest's would keep the shard
+    data[8]
+    close = ShardStream.close
+    monkeypatch.setattr(ShardStream, "close", interrupted)
+    data._open.clear()
+    assert ShardStream.close is close
+    assert data.cache.clean(everything=True).kept == 0
 
 
 def test_a_failing_disk_gives_no_thread_another_file(data, monkeypatch):

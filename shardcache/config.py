@@ -532,7 +532,7 @@ def load(
         explicit: options set in code; None means "not set".
         environ: the environment (default: ``os.environ``). Empty variables count as unset.
         files: existing files to read (default: `usual_files`).
-        job: the limits and tiers of the last job; see `Config.limits`.
+        job: the limits and tiers of the last job; see `Config.job_settings`.
 
     Raises ConfigError if a name or a value is not valid, or a file cannot be read.
     """

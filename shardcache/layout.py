@@ -1,6 +1,6 @@
 """The names of files and directories in a cache. docs/design.md shows the tree.
 
-Only this module creates and parses the names. shardcache never touches a file with another name.
+shardcache never touches a file with another name. Sessions and the root name their own files.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Layout:
     modes: Modes = PRIVATE
 
     objects = _inside("objects")  #: entries
-    partial = _inside("partial")  #: partials, and entries that are being removed
+    partials = _inside("partial")  #: partials, and entries that are being removed
     pins = _inside("pins")  #: pins of users; created with the first pin
     ranks = _inside("ranks")  #: namespaces of ranks and jobs
     limits = _inside("limits")  #: limits of the last job; see `tiers`
@@ -121,7 +121,7 @@ class Layout:
 
     def new_hidden(self, key: str) -> Path:
         """Return a new, unique directory for an entry or partial that is being removed."""
-        return self.partial / f"evict.{key}.{random_token()}"
+        return self.partials / f"evict.{key}.{random_token()}"
 
     def pin(self, key: str) -> Path:
         return self.pins / f"{key}.pin"
@@ -151,7 +151,7 @@ class Layout:
     def directories(self) -> tuple[Path, ...]:
         """The directories of the namespace, parents first."""
         outer = (self.base.parent, self.base) if self.base.parent.name == "ranks" else (self.base,)
-        return *outer, self.objects, self.partial, self.locks, self.sessions
+        return *outer, self.objects, self.partials, self.locks, self.sessions
 
     def make(self) -> None:
         for path in self.directories:
@@ -163,7 +163,7 @@ class Layout:
 
     def write(self, path: Path, data: bytes, *, once: bool = False) -> None:
         """Write a file in place of an existing one (unless ``once``), by renaming another."""
-        temporary = self.partial / f".{path.name}.{random_token()}"
+        temporary = self.partials / f".{path.name}.{random_token()}"
         try:
             write_new(temporary, data, self.modes.file)
             if once:

@@ -265,7 +265,7 @@ class ProcessCache:
             else:  # readers do not join it, because it may refuse the file
                 try:
                     work = partial(self._download, download)
-                    opened = threads.call(work, None, "shardcache-import")
+                    opened = threads.call(work, None, "shardcache-add")
                 except BaseException:
                     download.cancel()
                     raise
@@ -279,6 +279,8 @@ class ProcessCache:
             )
         if download.outcome != "fetched":  # then it is new
             self.note_use(opened, clock.monotonic())
+        if download.outcome in ("fetched", "coalesced"):
+            self._write_back(shard, opened.path, wait=True)
         facts = {"event": download.outcome, "shard": str(shard)}
         logger.debug("%s: %s", shard, download.outcome, extra=facts)
         return opened
@@ -342,8 +344,8 @@ class ProcessCache:
     def _start_worker(self, download: Download) -> bool:
         """Let a thread run a download. Return False if the process cannot start a thread."""
         with contextlib.suppress(IndexError):
-            downloads, is_over = self._idle.pop()
-            downloads.put(download)
+            queue, is_over = self._idle.pop()
+            queue.put(download)
             if not is_over.is_set():
                 return True
         with contextlib.suppress(threads.NoThreadError):
@@ -353,16 +355,16 @@ class ProcessCache:
 
     def _work(self, download: Download) -> None:
         """Run a download, and those that come soon: a thread costs as much as a small shard."""
-        downloads, is_over = threads.Queue[Download](), threading.Event()
+        queue, is_over = threads.Queue[Download](), threading.Event()
         with contextlib.suppress(Empty):
             while True:
                 self._run_worker(download)
                 del download
-                self._idle.append((downloads, is_over))
-                download = downloads.get(_NEXT_DOWNLOAD)
+                self._idle.append((queue, is_over))
+                download = queue.get(_NEXT_DOWNLOAD)
         is_over.set()  # from now on, `_start_worker` starts a thread
         with contextlib.suppress(Empty):
-            self._run_worker(downloads.get(0))
+            self._run_worker(queue.get(0))
 
     def _run_worker(self, download: Download) -> None:
         """Run a download as its worker, and report its result or error to the readers."""
@@ -407,8 +409,8 @@ class ProcessCache:
         if is_fetched:
             if writing.faults:
                 writing.succeeded()
-            if any(upstream.write_back for upstream in self.config.upstreams):
-                self._write_back(download.shard, opened.path, wait=not download.can_bypass)
+            if download.can_bypass:  # otherwise, `fetch` waits for the copies, and no reader does
+                self._write_back(download.shard, opened.path, wait=False)
         return opened
 
     def note_use(self, opened: OpenEntry, now: float) -> None:
@@ -429,6 +431,8 @@ class ProcessCache:
 
     def _write_back(self, shard: ShardURL, path: str, *, wait: bool) -> None:
         """Copy a shard to the upstreams that have ``write_back`` set, in a thread or ``wait``."""
+        if not any(upstream.write_back for upstream in self.config.upstreams):
+            return
         data, grace = Path(path), self.tier_of(path).store.layout.grace
 
         def copy() -> None:

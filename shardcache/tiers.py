@@ -25,7 +25,7 @@ from shardcache.errors import ConfigError, LockTimeoutError
 from shardcache.faults import Disk, ignoring, is_disk_fault, system_error
 from shardcache.files import is_directory, modified, read_json
 from shardcache.layout import MANIFEST, Layout, read_manifest
-from shardcache.locks.keys import Holder, KeyLease, KeyLock
+from shardcache.locks.keys import Flock, Holder, KeyLease
 from shardcache.locks.mounts import node_namespace
 from shardcache.locks.sessions import Session, live_sessions
 from shardcache.notices import Notices
@@ -268,7 +268,7 @@ class Directories:
         ranks = self.ranks
         return Holder.this_process(None if ranks.launcher == "none" else ranks.rank, ranks.job)
 
-    def key_lock(self, key: str, base: Path | None = None) -> KeyLock | KeyLease:
+    def key_lock(self, key: str, base: Path | None = None) -> Flock | KeyLease:
         """Return the lock of a key, whose holder may download, set aside or amend its entries.
 
         ``base`` is the directory of the namespace, by default that of this process.
@@ -276,12 +276,12 @@ class Directories:
         layout = self.layout if base is None else lock_layout(self.tiers[-1], base)
         if layout.grace is not None:
             return KeyLease(layout, key)
-        return KeyLock(layout.key_lock(key), layout.modes)
+        return Flock(layout.key_lock(key), layout.modes)
 
-    def release(self, lock: KeyLock | KeyLease) -> None:
+    def release(self, lock: Flock | KeyLease) -> None:
         """Release the lock of a key. Its record stays if it names a partial to be resumed."""
-        name = lock.partial
-        partials = (store.layout.partial for tier in self.tiers for store in tier.stores())
+        name = lock.partial_name
+        partials = (store.layout.partials for tier in self.tiers for store in tier.stores())
         lock.release(keep=name is not None and any(is_directory(p / name) for p in partials))
 
     @contextlib.contextmanager
@@ -293,10 +293,10 @@ class Directories:
         finally:
             self.release(lock)
 
-    def slot(self, name: str, count: int) -> KeyLock | None:
+    def slot(self, name: str, count: int) -> Flock | None:
         """Take one of the node's ``count`` slots for ``name``; return None if all are taken."""
         layout, holder = self.tiers[-1].node, self.holder()
-        slots = (KeyLock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
+        slots = (Flock(layout.named_lock(f"{name}-{n}"), layout.modes) for n in range(count))
         return next((slot for slot in slots if slot.try_acquire(holder)), None)
 
 

@@ -21,7 +21,7 @@ def url(put):
 
 def written(layout):
     """Return the bytes that the running download has written."""
-    return max((file.stat().st_blocks * 512 for file in layout.partial.glob("*/*.tar")), default=0)
+    return max((file.stat().st_blocks * 512 for file in layout.partials.glob("*/*.tar")), default=0)
 
 
 def reader(parent, url, **options):
@@ -65,7 +65,7 @@ def test_others_resume_the_download_of_a_killed_process(url, proxy, layout):
         proxy.resume()
         assert [other.hear() for other in others] == [STORED] * 3
     assert proxy.received() < 1.3 * len(SHARD)
-    assert list(layout.partial.iterdir()) == []
+    assert list(layout.partials.iterdir()) == []
 
 
 @pytest.mark.parametrize(("max_size", "requests"), [("10GB", 2), ("1MB", 1)])
@@ -93,4 +93,4 @@ def test_a_stopped_holder_is_passed_by_and_wakes_harmlessly(url, proxy, layout):
         assert holder.hear() == STORED
     (entry,) = Cache().entries()
     assert entry.data.read_bytes() == SHARD
-    assert list(layout.partial.iterdir()) == []
+    assert list(layout.partials.iterdir()) == []

@@ -49,7 +49,7 @@ NODE = 64
 #: Open connections that a process without downloads keeps for its next one.
 _KEPT = 2
 #: Seconds between two checks of a waiting worker.
-_PATIENCE = 1.0
+_CHECK_EVERY = 1.0
 #: Number of bytes to choose from, large enough that no two downloaders choose the same byte.
 _BYTES = 1 << 30
 #: `struct flock` of 64-bit Linux: type, whence, start, length, process.
@@ -161,7 +161,7 @@ class Connections:
             try:
                 # The first connection needs no `allowed`, which counts the downloaders.
                 while self._busy and self._busy >= self.allowed:
-                    self._free.wait(_PATIENCE)
+                    self._free.wait(_CHECK_EVERY)
                     check()
                     self._measure()  # all connections may be stuck
                 self._use(1)

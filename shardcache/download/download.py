@@ -56,14 +56,14 @@ class Download:
     outdated: frozenset[str] = frozenset()  #: versions to replace, even if they are cached
     throttle: Throttle | None = None  #: limits the bytes per second of this and other downloads
     #: Whether the reader can bypass the cache. For one that cannot, the disk is used even while it
-    #: is paused, and copies to upstreams are complete when the download ends.
+    #: is paused, and `ProcessCache.fetch` makes the copies in upstreams.
     can_bypass: bool = False
     is_ahead: bool = False  #: whether no reader needs the shard yet, so the worker gives way
     file: Path | None = None  #: a file of this machine to import, if it is the object
 
     state: State = field(default=State.WAITING, init=False)
     #: The partial, written by this or another process; None if unknown.
-    partial: Path | None = field(default=None, init=False)
+    partial_path: Path | None = field(default=None, init=False)
     #: Number of changes of the state or of the bytes that can be read.
     changes: int = field(default=0, init=False)
     is_claimed: bool = field(default=False, init=False)  #: whether a thread is or was the worker
@@ -134,7 +134,8 @@ class Download:
     def result(self, *, is_leaving: bool = False) -> OpenEntry | None:
         """Return another handle of the entry, or raise the error that ended the download.
 
-        Returns None while the download runs. The last reader ``is_leaving`` with its only handle.
+        Returns None while the download runs. The last reader that ``is_leaving`` takes the handle
+        itself.
         """
         with self._table.lock:
             if self._error is not None:
@@ -205,12 +206,12 @@ class Download:
             was_claimed, self.is_claimed = self.is_claimed or self.ended, True
             return not was_claimed
 
-    def note_waiting(self, partial: Path | None) -> None:
-        """Note that another process downloads the shard into ``partial``, if that is known."""
+    def note_waiting(self, partial_path: Path | None) -> None:
+        """Note that another process downloads the shard, and into which partial, if known."""
         with self._table.lock:
             self.is_waiting = True
-            if self.state is not State.WAITING or partial not in (None, self.partial):
-                self.partial = partial or self.partial
+            if self.state is not State.WAITING or partial_path not in (None, self.partial_path):
+                self.partial_path = partial_path or self.partial_path
                 self._enter(State.WAITING)
 
     def note_running(
@@ -219,7 +220,7 @@ class Download:
         """Note that this process writes ``partial`` from now on. `cancel` will call ``abort``."""
         with self._table.lock:
             self._abort, self.is_waiting = abort, False
-            self.partial, self.size = partial.path, partial.metadata.info.size
+            self.partial_path, self.size = partial.path, partial.metadata.info.size
             self.written, self.is_upstream, self.outcome = partial.written, upstream, "fetched"
             self._enter(State.RUNNING)
 

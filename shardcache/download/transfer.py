@@ -204,7 +204,7 @@ class Transfer:
         if self._error is not None:
             raise self._error
         received = self._partial
-        if not (self._origin.conditional and received.confirmed):
+        if not (self._origin.proves_version and received.confirmed):
             version = self._origin, self._shard, self._info
             self._retries.call(lambda: compare_version(*version), sleep=self._download.sleep)
         size, digests = received.written, received.digests
@@ -344,7 +344,7 @@ class Transfer:
             if not response.info.is_of(self._info.version, self._info.size):
                 raise VersionChangedError(str(self._shard))
             if not self._partial.confirmed:
-                if not self._origin.conditional:  # the response does not prove the version
+                if not self._origin.proves_version:  # the response does not prove the version
                     compare_version(self._origin, self._shard, self._info)
                 self._partial.confirm()
         except Exception:

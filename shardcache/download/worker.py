@@ -28,7 +28,7 @@ from shardcache.errors import IntegrityError, LockTimeoutError, ShardCacheError,
 from shardcache.faults import FULL, is_disk_fault, is_local_error, system_error
 from shardcache.files import is_directory, modified, open_file
 from shardcache.layout import OUTDATED, REPLACED, parse_partial_name
-from shardcache.locks.keys import Holder, KeyLease, KeyLock, read_holder
+from shardcache.locks.keys import Flock, Holder, KeyLease, read_holder
 from shardcache.origins.base import ObjectInfo, Origin, VersionChangedError
 from shardcache.origins.retry import Retries
 from shardcache.space.eviction import Policy
@@ -60,7 +60,7 @@ _FIRST_POLL, _LAST_POLL = 0.02, 0.25
 #: Seconds between two log records about a wait.
 _ANNOUNCE_EVERY = 10.0
 
-_Lock: TypeAlias = KeyLock | KeyLease
+_Lock: TypeAlias = Flock | KeyLease
 #: The record of the holder of a lock, the journal of its partial, and the time of the record.
 _Seen: TypeAlias = tuple[Holder | None, Journal | None, float]
 #: Errors if the bytes of a copy are not those of the object.
@@ -95,7 +95,7 @@ class Worker:
 
     @lazy
     def _retries(self) -> Retries:
-        """Those of all attempts; the deadline begins with the first request."""
+        """Those of all attempts; the deadline begins when the first one waits for a connection."""
         return self._resources.retry_limits.started(str(self._download.shard))
 
     def run(self, prepare: Callable[[], Directories]) -> OpenEntry:
@@ -235,7 +235,7 @@ class Worker:
                 raise OSError(errno.EIO, "the stored shard cannot be read", str(entry))
             raise LostError(f"{entry.name} vanished after it was published")
 
-    def _wait(self, lock: _Lock) -> OpenEntry | KeyLock | None:
+    def _wait(self, lock: _Lock) -> OpenEntry | Flock | None:
         """Wait for the holder of the lock, which downloads the shard, and log the wait.
 
         Returns the entry, or None once this process has the lock; if the holder has shown no
@@ -296,7 +296,7 @@ class Worker:
         # Another program may have damaged the record.
         if name is None or parse_partial_name(name) is None:
             return holder, None, touched
-        paths = [tier.store.layout.partial / name for tier in self._directories.tiers]
+        paths = [tier.store.layout.partials / name for tier in self._directories.tiers]
         partial = next((path for path in paths[:-1] if is_directory(path)), paths[-1])
         # The kernel of another node may show the journal before the bytes that it describes.
         if layout.grace is None:
@@ -415,14 +415,14 @@ class Worker:
 
     def _resume(self, lock: _Lock) -> Partial | None:
         """Take over the partial of a killed holder of the lock; return None if there is none."""
-        shard, name = self._download.shard, lock.partial or ""
+        shard, name = self._download.shard, lock.partial_name or ""
         # The name was read from a file that another program may have damaged, so it is checked.
         parsed = parse_partial_name(name)
         if parsed is None or parsed[0] != shard.key:
             return None
         for tier in self._directories.tiers:
             layout = tier.store.layout
-            partial = Partial.claim(layout, layout.partial / name, shard.basename)
+            partial = Partial.claim(layout, layout.partials / name, shard.basename)
             if partial is None:
                 continue
             self._tier = tier

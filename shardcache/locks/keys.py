@@ -84,14 +84,14 @@ def read_holder(path: Path) -> Holder | None:
 
 
 @dataclass(eq=False)
-class KeyLock:
+class Flock:
     """A lock file of a key, a node or a session. One process of the node can hold it."""
 
     path: Path
     _modes: files.Modes = files.PRIVATE
     #: Name of the partial of this holder; until it has its own, that of the previous holder, which
     #: a second kill must not lose.
-    partial: str | None = None
+    partial_name: str | None = None
     _file: io.FileIO | None = None
 
     def try_acquire(self, holder: Holder) -> bool:
@@ -134,7 +134,7 @@ class KeyLock:
 
     def update(self, holder: Holder) -> None:
         if self._file is not None and not self._file.closed:
-            self.partial = holder.partial
+            self.partial_name = holder.partial
             with ignoring(OSError):  # the lock works without a record
                 os.pwrite(self._file.fileno(), holder.encode(), 0)
 
@@ -152,7 +152,7 @@ class KeyLock:
 
 
 class KeyLease:
-    """The lease of a key, with the methods of `KeyLock`. One process of all nodes can hold it.
+    """The lease of a key, with the methods of `Flock`. One process of all nodes can hold it.
 
     The holder keeps updating the timestamp of its marker (`filelock.SoftFileLease`). A node that
     sees no update for `LEASE_SECONDS` of its own monotonic clock may take the lease. An object
@@ -161,7 +161,7 @@ class KeyLease:
 
     def __init__(self, layout: Layout, key: str, seconds: float = LEASE_SECONDS) -> None:
         self.path = layout.lease(key)
-        self.partial: str | None = None
+        self.partial_name: str | None = None
         self._layout = layout
         self._record = layout.holder(key)
         self._seconds = seconds
@@ -208,12 +208,12 @@ class KeyLease:
 
     def update(self, holder: Holder) -> None:
         if self._lease is not None and self._lease.is_locked:
-            self.partial = holder.partial
+            self.partial_name = holder.partial
             with ignoring(OSError):  # the lease works without a record
                 self._layout.write(self._record, holder.encode())
 
     def release(self, *, keep: bool = False) -> None:
-        """Release the lease, if this process holds it; ``keep`` as for `KeyLock.release`."""
+        """Release the lease, if this process holds it; ``keep`` as for `Flock.release`."""
         lease, self._lease = self._lease, None
         if lease is not None and lease.is_locked:
             if not keep:
@@ -243,7 +243,7 @@ def _remove_free_lock(layout: Layout, path: Path) -> None:
     # The file names the partial of a killed download. The partial may be in another tier, but no
     # partial that was not written for an hour is resumed.
     partial = previous is not None and previous.partial
-    if partial and (files.is_directory(layout.partial / partial) or not files.is_idle(path)):
+    if partial and (files.is_directory(layout.partials / partial) or not files.is_idle(path)):
         return
     with ignoring(OSError), files.locked_if_free(path) as free:
         if free:

@@ -19,7 +19,7 @@ from pathlib import Path
 from shardcache import clock, files
 from shardcache.faults import ignoring, system_error
 from shardcache.layout import Layout
-from shardcache.locks.keys import Holder, KeyLock
+from shardcache.locks.keys import Flock, Holder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Session:
     def __init__(self, layout: Layout, started: float) -> None:
         holder = Holder.this_process()
         self.path = layout.sessions / f"{files.random_token()}.session"
-        self._lock = KeyLock(self.path, layout.modes)
+        self._lock = Flock(self.path, layout.modes)
         try:
             layout.modes.make_directory(layout.sessions, levels=0)
             for _ in range(_ATTEMPTS):  # another process may test whether this one is alive

@@ -214,9 +214,9 @@ class Body(Protocol):
 class Origin(Protocol):
     """A source of shards. All threads of the process that made it may use it at once."""
 
-    #: Whether a request can insist on a version. If not, a download calls `stat` again after its
-    #: last byte, to find out whether the object has changed.
-    conditional: bool = False
+    #: Whether each response shows the version of its bytes. If not, a download calls `stat` again
+    #: after its last byte, to find out whether the object has changed.
+    proves_version: bool = False
     #: Whether `stat` may return a checksum.
     states_checksums: bool = False
     #: Whether `list_page` sends one request and sorts by name, so that prewarms may list sizes.

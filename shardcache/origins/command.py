@@ -29,7 +29,7 @@ _LAST = 0.1
 class PipeOrigin(Origin):
     """Runs ``pipe:`` commands. A command fails if it writes nothing for ``timeout`` seconds."""
 
-    conditional = True  # there is no version that a second `stat` could compare
+    proves_version = True  # as far as possible: a second `stat` could compare nothing
 
     def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:
         self._timeout = timeout

@@ -249,7 +249,7 @@ def stat(request: Callable[[], Response], first: Callable[[], Response]) -> Obje
 class WebOrigin(Origin):
     """Reads shards over HTTP; a `base.Origin`."""
 
-    conditional = True  # each response states its version, which the download compares
+    proves_version = True
     transport: Transport
 
     def __init__(self, scheme: str, options: Mapping[str, Any], timeout: float) -> None:

@@ -145,7 +145,7 @@ class UpstreamOrigin(Origin):
 
     def __post_init__(self) -> None:
         self.upstream, self._origin = self._upstream.name, self._upstream.origin
-        self.conditional = self._origin.conditional
+        self.proves_version = self._origin.proves_version
 
     def ended(self, exn: Exception | None = None) -> None:
         self._upstream.ended(exn)

@@ -150,7 +150,7 @@ class S3Origin(Origin):
     endpoint_url, client_kwargs, config_kwargs.
     """
 
-    conditional = True
+    proves_version = True
     states_checksums = True
     lists_pages = True
     transport: Transport

@@ -107,7 +107,7 @@ class DownloadReader:
         """Wait for a partial, or if ``complete``, for the end; return whether that has come."""
         download = self._joined()
         self.waited += download.wait(
-            lambda: download.ended or not (complete or download.partial is None)
+            lambda: download.ended or not (complete or download.partial_path is None)
         )
         return download.ended
 
@@ -135,7 +135,7 @@ class DownloadReader:
             opened = self._process.lookup(self._shard)
         if opened is not None:
             self._check(opened)
-        elif not self._has_grown(download.partial, position):
+        elif not self._has_grown(download.partial_path, position):
             seconds = _OWN_POLL if is_own else _FOREIGN_POLL
             self.waited += download.wait(lambda: download.changes != changes, seconds)
         return opened
@@ -368,7 +368,7 @@ class OriginReader:
             end = self._position + count
             if count < least and self._size is not None and end not in (self._size, body.stop):
                 raise TransientError("the origin ended early")
-            if not self._origin.conditional and (count == 0 or end == self._size):
+            if not self._origin.proves_version and (count == 0 or end == self._size):
                 assert self._info is not None
                 compare_version(self._origin, self._shard, self._info)
             self._retries.check()
@@ -388,7 +388,7 @@ class OriginReader:
         """Request the bytes after the position, of the version that was read so far, if any."""
         if self._version is None:
             self._info = None
-        elif self._info is not None and not self._origin.conditional:
+        elif self._info is not None and not self._origin.proves_version:
             compare_version(self._origin, self._shard, self._info)
         info = self._info if self._info is not None and self._info.size is not None else None
         body = self._origin.open(self._shard, self._position, None, info)

@@ -24,7 +24,7 @@ from shardcache.errors import CacheFullError, LockTimeoutError
 from shardcache.faults import ignoring, system_error
 from shardcache.files import is_directory, list_names, open_exclusive, read_json
 from shardcache.layout import Layout, parse_partial_name
-from shardcache.locks.keys import Holder, KeyLock, read_holder
+from shardcache.locks.keys import Flock, Holder, read_holder
 from shardcache.locks.sessions import live_sessions
 from shardcache.space import eviction
 from shardcache.space.eviction import CleanReport, Limits, Policy, Removal
@@ -79,7 +79,7 @@ _PADDED = 8192
 
 
 def _bin(name: str) -> int:
-    """Return the bin of a key, or of a directory in `Layout.partial`."""
+    """Return the bin of a key, or of a directory in `Layout.partials`."""
     return int(name.removeprefix("evict.")[:2], 16)
 
 
@@ -100,7 +100,7 @@ class _Usage:
     bins: list[int | None] = field(default_factory=lambda: [None] * _BINS)
     next: int = 0  #: the bin to list next
     listed: float = -math.inf  #: when a sample was listed, on the monotonic clock of the node
-    #: Parts to count again in the next admission, because a final size is unknown.
+    #: Bins to count again in the next admission, because a final size is unknown.
     growing: set[int] = field(default_factory=set)
 
     @property
@@ -130,7 +130,7 @@ class Space:
     _home: Layout  # whose pins hold here, too
 
     def __post_init__(self) -> None:
-        self._threads = threading.Lock()  # lets one thread at a time poll the budget lock
+        self._turn = threading.Lock()  # lets one thread at a time poll the budget lock
         self._stuck: Holder | None = None  # had the budget lock for a minute when last seen
 
     @lazy
@@ -168,7 +168,7 @@ class Space:
                 if spare >= _AT_ONCE * self.allocated(size):
                     yield
                     return
-        with self._threads, self._budget_lock():
+        with self._turn, self._budget_lock():
             self._reserve(shard, size, policy, exists)
             yield
 
@@ -424,7 +424,7 @@ class Space:
 
     def _announced(self) -> float:
         """Return the final bytes on disk that the names of partials state; infinity if unknown."""
-        names = (name for store in self.stores() for name in list_names(store.layout.partial))
+        names = (name for store in self.stores() for name in list_names(store.layout.partials))
         sizes = [parsed[2] for name in names if (parsed := parse_partial_name(name))]
         return sum(math.inf if size is None else self.allocated(size) for size in sizes)
 
@@ -553,7 +553,7 @@ class Space:
 
         The holder that was ``stuck`` before is not waited for again.
         """
-        lock = KeyLock(self.node.named_lock(name), self.node.modes)
+        lock = Flock(self.node.named_lock(name), self.node.modes)
         start = announced = clock.monotonic()
         try:
             while not (is_ours := lock.try_acquire(Holder.this_process())):

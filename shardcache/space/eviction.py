@@ -303,8 +303,8 @@ def sweep(
             yield Removal(str(path), allocated(occupied), Reason.ORPHAN)
     if not dry_run:
         remove_dead(layout)
-        for name in filter(is_temporary_name, list_names(layout.partial)):
-            remove_old(layout.partial / name)
+        for name in filter(is_temporary_name, list_names(layout.partials)):
+            remove_old(layout.partials / name)
         remove_locks(layout)
 
 
@@ -313,7 +313,7 @@ def remove_unused(layout: Layout) -> None:
 
     Each miss looks into all namespaces, and each job leaves one.
     """
-    if is_directory(layout.base) and is_idle(layout.partial, _PROTECTED_FOR):
+    if is_directory(layout.base) and is_idle(layout.partials, _PROTECTED_FOR):
         for base in filter(None, (layout.base, layout.local)):
             for directory, _, _ in os.walk(base, topdown=False):
                 with ignoring(OSError):  # it is not empty

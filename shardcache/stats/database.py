@@ -45,7 +45,7 @@ NO_RANK = -1
 #: Age in seconds at which a row is merged with all earlier ones.
 _KEPT = 30 * 86_400
 #: Seconds that a command waits while another process uses the database.
-_PATIENCE = 5.0
+_COMMAND_BUSY = 5.0
 
 
 class Sample(NamedTuple):
@@ -73,7 +73,7 @@ def samples(
     the length of the samples: `PERIOD`, or `STEP` for those of the last hour.
     """
     by_period = defaultdict[tuple[int, int], Counter[str]](Counter)
-    with _opened(layout, _PATIENCE) as db:
+    with _opened(layout, _COMMAND_BUSY) as db:
         query = "SELECT start / ? * ?, rank, name, n FROM counts WHERE start >= ? OR start = ?"
         first = max(1, int(since // period) * period)
         for start, rank, name, n in db.execute(query, (period, period, first, 0 if ever else -1)):
@@ -83,7 +83,7 @@ def samples(
 
 def expire(layout: Layout, now: float) -> None:
     """Merge the rows that are older than an hour or thirty days. ``now`` is a Unix timestamp."""
-    with _opened(layout, _PATIENCE) as db:
+    with _opened(layout, _COMMAND_BUSY) as db:
         for merged, rows, age in (
             (f"start / {PERIOD} * {PERIOD}, rank", f"start % {PERIOD} AND", RECENT),
             (f"0, {NO_RANK}", "", _KEPT),
@@ -95,7 +95,7 @@ def expire(layout: Layout, now: float) -> None:
 
 def zero(layout: Layout) -> None:
     """Delete all counts."""
-    with _opened(layout, _PATIENCE) as db:
+    with _opened(layout, _COMMAND_BUSY) as db:
         db.execute("DELETE FROM counts")
 
 

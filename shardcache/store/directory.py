@@ -192,7 +192,7 @@ def remove_free(directory: Path, grace: float | None) -> bool:
 
 
 def remove_directory(directory: Path, name: str | None = None) -> None:
-    """Remove the files of shardcache from a directory of `Layout.partial`, then the directory.
+    """Remove the files of shardcache from a directory of `Layout.partials`, then the directory.
 
     A directory with other files is renamed to ``kept.*``, which no sweep touches. ``name`` is the
     name of the data file; the default is the name in the sidecar.

@@ -53,7 +53,7 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 class LostError(Exception):
-    """Another process removed or took a partial, before it was locked or because locks fail."""
+    """Another process removed or took a partial or a new entry, because locks fail or came late."""
 
 
 def record_size(size: int) -> int:
@@ -386,11 +386,11 @@ def _link(path: Path, data: Path, modes: files.Modes) -> int | None:
     return None
 
 
-# -- the directory `Layout.partial` ------------------------------------------------------------
+# -- the directory `Layout.partials` ------------------------------------------------------------
 
 
 class InFlight(NamedTuple):
-    """A directory in `Layout.partial`: a partial, or a hidden entry that is being removed."""
+    """A directory in `Layout.partials`: a partial, or a hidden entry that is being removed."""
 
     path: Path
     key: str  #: the key of the shard; empty for a hidden entry
@@ -411,10 +411,10 @@ def in_flight(layout: Layout) -> Iterator[InFlight]:
     """Yield the partials and hidden entries of a namespace, without changing them."""
     seen = set[str]()
     # List until no name is new, because another process may claim a partial, which renames it.
-    while new := [name for name in files.list_names(layout.partial) if name not in seen]:
+    while new := [name for name in files.list_names(layout.partials) if name not in seen]:
         seen.update(new)
         for name in new:
-            parsed, path = parse_partial_name(name), layout.partial / name
+            parsed, path = parse_partial_name(name), layout.partials / name
             if not (parsed or is_hidden_name(name)) or not files.is_directory(path):
                 continue
             try:

@@ -150,7 +150,7 @@ def is_cache(root: Path) -> bool:
 
 def is_read_only(root: Path) -> bool:
     """Return whether ``root`` is a cache to which this process cannot add shards."""
-    partials = Layout.of_root(root).partial
+    partials = Layout.of_root(root).partials
     return is_cache(root) and is_directory(partials) and not os.access(partials, os.W_OK | os.X_OK)
 
 

@@ -200,7 +200,7 @@ def test_a_damaged_entry_is_downloaded_not_linked(make_job, origin, caplog):
     cache = make_job("one")
     assert read(cache) == DATA  # by a link
     assert "was damaged and is downloaded again" in caplog.text
-    [aside] = os.listdir(cache.process.last_tier.store.layout.partial)
+    [aside] = os.listdir(cache.process.last_tier.store.layout.partials)
     assert aside.startswith("evict.") and origin.fetches == 2
 
 

@@ -46,7 +46,7 @@ def test_a_full_disk_streams_until_another_job_evicts(make_cache, origin, tmp_pa
             # Seven shards of 1 MiB fit into 8 MiB. The number of inodes per shard varies.
             assert stored == [True] * 7 + [False] * 5 if what == "bytes" else 10 < sum(stored) < 30
             assert len(warnings(caplog)) == 1
-            assert os.listdir(Layout.of_root(first.dir).partial) == []
+            assert os.listdir(Layout.of_root(first.dir).partials) == []
             for entry in first.entries():  # the job ended long ago
                 os.utime(entry.path / META, (1_735_700_000 + entry.used % 1000,) * 2)
         with make_cache(dir=path / "cache") as second:

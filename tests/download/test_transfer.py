@@ -71,7 +71,7 @@ def test_progress_resets_the_attempts_and_no_byte_arrives_twice(make, origin):
 
 
 def test_without_conditional_requests_the_version_is_checked_at_the_end(make, origin):
-    origin.conditional = origin.states_checksums = False
+    origin.proves_version = origin.states_checksums = False
     real = origin.stat
 
     def stat(url):

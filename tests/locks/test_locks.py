@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardcache.files import dup_exclusive, locked_if_free, open_exclusive, try_flock
-from shardcache.locks.keys import Holder, KeyLock, remove_locks
+from shardcache.locks.keys import Flock, Holder, remove_locks
 from tests.support.storetools import Parent, forked, make_store, no_descriptor_left, refusing, tree
 
 ME = Holder.this_process(rank=3, job="job")
@@ -16,7 +16,7 @@ ME = Holder.this_process(rank=3, job="job")
 
 def free(path: Path) -> bool:
     """Return whether another holder could take the lock now."""
-    lock = KeyLock(path)
+    lock = Flock(path)
     found = lock.try_acquire(ME)
     lock.release()
     return found
@@ -33,7 +33,7 @@ def test_a_lock_file_unlinked_between_open_and_flock_is_not_taken(tmp_path, monk
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    lock = KeyLock(path)
+    lock = Flock(path)
     assert lock.try_acquire(ME)
     assert path.exists() and not free(path)
     lock.release()
@@ -44,7 +44,7 @@ def test_without_flock_or_room_every_lock_is_granted(tmp_path, monkeypatch, numb
     path = tmp_path / "key.lock"
     module, name = (os, "open") if number == errno.ENOSPC else (fcntl, "flock")
     monkeypatch.setattr(module, name, refusing(number, real=getattr(module, name)))
-    one, other = KeyLock(path), KeyLock(path)
+    one, other = Flock(path), Flock(path)
     with no_descriptor_left():
         assert one.try_acquire(ME) and other.try_acquire(ME)
         one.release()
@@ -83,7 +83,7 @@ def test_free_lock_files_and_their_directories_are_removed(tmp_path: Path) -> No
     (layout.locks / "ab" / f"{'ab' * 16}.lock").symlink_to(tmp_path / "victim")
     (layout.locks / "ef").symlink_to(layout.locks / "ab")
     before = tree(tmp_path)
-    locks = [KeyLock(layout.key_lock(f"{n:02x}" * 16)) for n in range(5)]
+    locks = [Flock(layout.key_lock(f"{n:02x}" * 16)) for n in range(5)]
     for lock in locks:
         assert lock.try_acquire(ME)
     for lock in locks[1:]:

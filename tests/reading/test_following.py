@@ -93,7 +93,7 @@ def test_a_follower_continues_a_download_that_was_cancelled(make_cache, origin, 
     with fetching.open(URL) as first, following.open(URL) as second:
         assert first.read(some) == second.read(some) == DATA[:some]
         if removed:
-            (partial,) = Layout.of_root(fetching.dir).partial.iterdir()
+            (partial,) = Layout.of_root(fetching.dir).partials.iterdir()
             shutil.rmtree(partial)
         for download in unfinished(fetching):
             download.cancel()
@@ -134,7 +134,7 @@ def test_the_last_block_is_withheld_until_the_shard_is_checked(make_cache, origi
         while chunk := stream.raw.read(10_000):
             got += chunk
     assert got == DATA[:limit] and URL not in cache
-    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+    assert os.listdir(Layout.of_root(cache.dir).partials) == []
 
 
 @pytest.mark.parametrize(("size", "etags"), [(len(DATA), True), (BLOCK, True), (len(DATA), False)])
@@ -145,7 +145,7 @@ def test_a_failed_download_leaves_its_partial_only_to_be_resumed(make_cache, ori
     cache = one(make_cache)
     with pytest.raises(TransferError):
         cache.fetch(URL)
-    left = os.listdir(Layout.of_root(cache.dir).partial)
+    left = os.listdir(Layout.of_root(cache.dir).partials)
     assert len(left) == (size > BLOCK and etags)
 
 
@@ -162,7 +162,7 @@ def test_closing_the_cache_cancels_no_download_with_a_reader(make_cache, origin,
 @pytest.mark.parametrize(("conditional", "replaced"), [(True, False), (True, True), (False, True)])
 def test_resumed_bytes_wait_for_a_version(make_cache, origin, monkeypatch, conditional, replaced):
     if not conditional:
-        origin.conditional = origin.states_checksums = False
+        origin.proves_version = origin.states_checksums = False
         real = origin.open
 
         def misstated(shard, start, stop, expected=None):
@@ -183,7 +183,7 @@ def test_resumed_bytes_wait_for_a_version(make_cache, origin, monkeypatch, condi
         assert stream.read(some) == data[:some]
         more.set()
         assert stream.read() == data[some:]
-    assert os.listdir(Layout.of_root(cache.dir).partial) == []
+    assert os.listdir(Layout.of_root(cache.dir).partials) == []
 
 
 def test_a_read_after_a_seek_waits_for_its_bytes(make_cache, more):

@@ -101,11 +101,11 @@ def test_a_shard_that_is_opened_during_a_cleaning_is_missing(shop, monkeypatch):
 
 
 def test_dead_partials_and_unnamed_files_are_kept_for_an_hour(layout) -> None:
-    partial, unnamed = leave(layout), layout.partial / f".meta.json.{'0' * 32}"
+    partial, unnamed = leave(layout), layout.partials / f".meta.json.{'0' * 32}"
     unnamed.touch()
     with Cache(layout.base.parent, min_free=0) as cache:
         for seconds, removed in ((0.0, 0), (3500.0, 0), (3700.0, 1)):
-            age(layout.partial, seconds)
+            age(layout.partials, seconds)
             assert len(cache.clean().removed) == removed
             assert partial.exists() == unnamed.exists() == (not removed)
 
@@ -119,7 +119,7 @@ def test_only_one_process_cleans_at_a_time(tmp_path: Path) -> None:
                 cache.clean(wait=wait)
         assert cache.clean(dry_run=True).removed == ()
         lock.release()
-        layout_of(cache.dir).partial.rmdir()  # by hand, which does not make it read-only
+        layout_of(cache.dir).partials.rmdir()  # by hand, which does not make it read-only
         assert cache.clean(wait=False).removed == ()
 
 
@@ -256,7 +256,7 @@ def test_shards_in_the_image_of_a_container_can_be_removed_and_replaced(shop, mo
             assert cache.remove(url) == (0, 1) and stream.read() == data  # it is in use
         assert cache.remove(url) == (len(data), 0) and cache.path(url) is None
         assert read(cache, url) == data and cache.path(url) is not None
-        (kept,) = layout_of(shop.path).partial.glob("kept.*")
+        (kept,) = layout_of(shop.path).partials.glob("kept.*")
         assert [path.name for path in kept.iterdir()] == ["notes.txt"]
         assert kept.stat().st_mode == entries[0].stat().st_mode
 

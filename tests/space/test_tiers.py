@@ -131,7 +131,7 @@ def test_the_last_tier_makes_room_also_after_another_one_failed(
         monkeypatch.setattr(os, "pwrite", write)
         assert read(cache, str(big)) == big.read_bytes()
         assert tier(cache, ram, str(big)) == "home" and not old.exists()
-        assert size or list(layout_of(ram).partial.iterdir()) == []
+        assert size or list(layout_of(ram).partials.iterdir()) == []
 
 
 def test_prewarm_and_clean_apply_the_limits_of_all_tiers(shop, ram):

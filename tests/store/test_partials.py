@@ -66,7 +66,7 @@ def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more
     target.write_bytes(raw)
     partial = Partial.claim(layout, path, NAME)
     if partial is None:
-        assert os.listdir(layout.partial) == []  # useless, so removed
+        assert os.listdir(layout.partials) == []  # useless, so removed
         return
     try:
         partial.prove()
@@ -115,7 +115,7 @@ def test_partials_that_cannot_be_resumed_are_removed(layout, damage) -> None:
     damage(path)
     with no_descriptor_left():
         assert Partial.claim(layout, path, NAME) is None
-    assert os.listdir(layout.partial) == []
+    assert os.listdir(layout.partials) == []
 
 
 @pytest.mark.locks_work
@@ -137,7 +137,7 @@ def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
     with no_descriptor_left():
         heir = Partial.claim(layout, partial.path, NAME)
         heir.prove()
-        assert heir.written == 2 * BLOCK and os.listdir(layout.partial) == [heir.path.name]
+        assert heir.written == 2 * BLOCK and os.listdir(layout.partials) == [heir.path.name]
         fill(heir, DATA, iter([3, 2, 2]))  # a repeated block counts once
         assert heir.data.read_bytes() == DATA and heir.written == SIZE
         heir.restart()
@@ -192,4 +192,4 @@ def test_without_flock_only_idle_partials_count_as_dead(layout, monkeypatch):
     assert {f.path: f.live for f in in_flight(layout)} == {live: True, idle: False, doomed: False}
     assert not remove_free(live, None)
     assert sweep(layout) == 2
-    assert os.listdir(layout.partial) == [live.name]
+    assert os.listdir(layout.partials) == [live.name]

@@ -100,7 +100,7 @@ def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache) 
              "\u202e", "x" * 255, b"\xff\xfe", "~", "*", "0" * 31, "0" * 33,
              "G" * 32, f"{entry.path.name}.bak", f"{entry.key}.lock.orig", "evict.x", "progress",
              ".starting-", f"evict.{'0' * 32}.{'0' * 31}", "0" * 32 + ".session~"]  # fmt: skip
-    parents = [cache.dir, layout.base, layout.objects, layout.partial]
+    parents = [cache.dir, layout.base, layout.objects, layout.partials]
     parents += [layout.locks, layout.sessions, layout.ranks, entry.path.parent]
     parents += [entry.path.parent.parent, layout.key_lock(entry.key).parent, live.path]
     kept = []
@@ -197,7 +197,7 @@ def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, caplo
         for name, make in FOREIGN.items():
             make(directory / name)
         WAYS.get(way, lambda cache: cache.clean(orphans=True))(cache)
-        [kept] = layout.partial.glob("kept.*")
+        [kept] = layout.partials.glob("kept.*")
         assert set(os.listdir(kept)) - {"a.tar"} == set(FOREIGN)
         assert (way == "without a sidecar") == (kept / "a.tar").exists()
         assert (kept / "thesis.txt").read_bytes() == b"precious"
@@ -208,9 +208,9 @@ def test_files_of_other_programs_outlive_the_shard_beside_them(make_cache, caplo
         assert read(cache, URL) == SHARD and read(cache, BIG_URL) == BIG
         cache.clean(everything=True)
         assert cache.clean(everything=True, dry_run=True).removed == ()
-        assert os.listdir(layout.partial) == [kept.name] and warnings(caplog) == []
+        assert os.listdir(layout.partials) == [kept.name] and warnings(caplog) == []
     finally:
-        subprocess.run(["rm", "-rf", layout.partial, layout.objects], check=True)
+        subprocess.run(["rm", "-rf", layout.partials, layout.objects], check=True)
 
 
 @needs_root
@@ -233,7 +233,7 @@ def test_nothing_behind_a_mount_is_removed(make_cache, tmp_path, at) -> None:
             assert read(cache, URL) == SHARD
         assert (home / "a.tar").read_bytes() == b"precious"
     finally:
-        for path in (where, *layout.partial.glob("kept.*/*")):
+        for path in (where, *layout.partials.glob("kept.*/*")):
             unmount(path)
 
 
@@ -326,7 +326,7 @@ def test_planted_files_disturb_no_read_and_no_clean(make_cache, origin, name, ma
         for arguments in (("ls",), ("clean",), ("clean", "--all", "-y")):
             assert command("--dir", cache.dir, *arguments)[0] == 0
     finally:
-        subprocess.run(["rm", "-rf", layout.partial], check=True)
+        subprocess.run(["rm", "-rf", layout.partials], check=True)
 
 
 @needs_root

@@ -148,7 +148,7 @@ def test_only_the_same_user_resumes_a_download(area: Path) -> None:
         assert published.stat().st_uid == user.uid  # only its owner can make it read-only
         assert stat.S_IMODE(published.stat().st_mode) == 0o440
         layout = layout_of(root)
-        assert list(layout.partial.iterdir()) == list(layout.sessions.iterdir()) == []
+        assert list(layout.partials.iterdir()) == list(layout.sessions.iterdir()) == []
         assert list(layout.locks.rglob(f"{'?' * 32}.lock")) == []
         shutil.rmtree(root)
 

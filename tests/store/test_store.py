@@ -62,7 +62,7 @@ def test_an_entry_is_visible_to_all_processes_once_it_is_published(store: Store)
     before = tree(entry.path)
     assert publish(store) == entry  # the same version twice
     assert tree(entry.path) == before
-    assert list(store.layout.partial.iterdir()) == []
+    assert list(store.layout.partials.iterdir()) == []
     stating(a_field_of_a_later_version=1)(entry.path)
     assert read(again(store)) == b"shard" and entry.metadata() == metadata
 
@@ -207,7 +207,7 @@ def test_a_late_publication_replaces_only_older_entries(store, theirs):
     assert (path == entry.path) == (theirs != "older")
     newest_first = [found.path for found in again(store).entries_of(KEY)]
     assert newest_first == ([path, entry.path] if theirs == "older" else [path])
-    assert os.listdir(store.layout.partial) == []
+    assert os.listdir(store.layout.partials) == []
     assert read(again(store)) == b"ours"
 
 

@@ -43,7 +43,7 @@ Economy: every process downloads
 
 Crashes: no process resumes the partial of a dead one
     download/worker.py
-    -shard, name = self._download.shard, lock.partial or ""
+    -shard, name = self._download.shard, lock.partial_name or ""
     +shard, name = self._download.shard, ""
     tests/download/test_coordination.py -k resumed
 
@@ -56,7 +56,7 @@ Crashes: the blocks of a dead process are trusted unchecked
 Locks: each tier locks its own keys
     tiers.py
     -lock = self.key_lock(entry.parent.name, entry.parents[3])
-    +lock = KeyLock(entry.parents[3] / f"{entry.parent.name}.lock")
+    +lock = Flock(entry.parents[3] / f"{entry.parent.name}.lock")
     tests/locks/test_key_locks.py -k repair
 
 Locks: processes share a temporary name

@@ -64,7 +64,7 @@ class MemoryOrigin(base.Origin):
     requests: list[tuple[str, int, int | None]] = field(default_factory=list)  # url, start, stop
     stats: list[str] = field(default_factory=list)  # URLs described
     faults: deque[Fault] = field(default_factory=deque)  # one for each of the next requests
-    conditional: bool = True
+    proves_version: bool = True
     states_checksums: bool = True
     sizes: bool = True  # whether responses state the size
     etags: bool = True  # whether responses state an ETag

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardcache.clock import boot_id
 from shardcache.layout import Layout
-from shardcache.locks.keys import Holder, KeyLock
+from shardcache.locks.keys import Flock, Holder
 from shardcache.origins.base import ObjectInfo
 from shardcache.space.memory import allocation
 from shardcache.store.digest import block_digest, tree_digest
@@ -108,9 +108,9 @@ def read(store: Store, url: str = "s3://lab/a.tar") -> bytes | None:
 layout_of = Layout.of_root  # the node's namespace of a cache
 
 
-def taken(path: Path, **holder: Any) -> KeyLock:
+def taken(path: Path, **holder: Any) -> Flock:
     """Take a lock in the name of this process, or of the one that ``holder`` describes."""
-    lock, record = KeyLock(path), Holder.this_process()._replace(**holder)
+    lock, record = Flock(path), Holder.this_process()._replace(**holder)
     assert lock.try_acquire(record)
     lock.update(record)  # with its partial, in place of that of an earlier holder
     return lock

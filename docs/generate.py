@@ -38,7 +38,7 @@ or as a key in a TOML file. The first one that sets it wins: argument, variable,
 `~/.cache`. `shardcache config` shows all values and sources.
 
 Write sizes like `800GB` or `1.5 TiB`; in Python, an `int` is in bytes. Write durations like `90s`,
-`1h30m` or `14d`, and lists in variables with commas or JSON. `none` clears an option.
+`1h30m` or `14d`, and lists in variables with commas or JSON. `none` restores a default of none.
 
 {chr(10).join(rows)}
 """

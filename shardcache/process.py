@@ -98,7 +98,9 @@ class ProcessCache:
         if is_logged(config.dir):
             self.notices.mute(errno.errorcode[errno.EROFS])
         self.disk = Disk(config, self.notices.warn)
-        self.counters = Counters(lambda: self.last_tier.node, ranks, lambda: self.disk.is_well)
+        self.counters = Counters(
+            lambda: self.last_tier.node, ranks, lambda: self.disk.is_well, is_job=self.is_job
+        )
         parts = ranks, self._started, self.notices, self.counters, config.dir
         self.tiers = [Tier(tier_config, *parts) for tier_config in config.by_tier()]
         self.last_tier = self.tiers[-1]  #: ``dir``, which holds the locks

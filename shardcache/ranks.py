@@ -91,10 +91,11 @@ def run_of_this_process() -> tuple[float | None, str]:
 
 
 def _from_slurm() -> Ranks | None:
-    if whole_number("SLURM_PROCID") is None:
+    if (number := whole_number("SLURM_PROCID")) is None:
         return None  # a shell of salloc, or ssh into an allocation: there is a job id, but no task
     step = whole_number("SLURM_STEP_ID")
-    if step is not None and step <= _MAX_NORMAL_STEP:
+    # A wrapper of the task may have dropped the step; in the batch script, the number is 0.
+    if number or (step is not None and step <= _MAX_NORMAL_STEP):
         ranks, nodes = _from_launcher("slurm"), whole_number("SLURM_STEP_NUM_NODES")
         if ranks and not ranks.local_size and nodes and ranks.world_size % nodes == 0:
             # By default, Slurm spreads the tasks evenly over the nodes.

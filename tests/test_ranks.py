@@ -41,6 +41,10 @@ MIXED = {
     "for another process": (f"{SLURM} RANK=40 WORLD_SIZE=64", Ranks(40, 64, None, "9", "torch")),
     "a batch script": (f"{BATCH} SLURM_NTASKS_PER_NODE=4", Ranks(0, 1, 0, "9", "slurm", 4)),
     "an interactive step": (f"{BATCH} SLURM_STEP_ID={0xFFFFFFFA}", Ranks(0, 1, 0, "9", "slurm")),
+    "a task without its step": (
+        SLURM.replace("SLURM_STEP_ID=0 ", ""),
+        Ranks(5, 8, 1, "9", "slurm"),
+    ),
     "a shell in an allocation": ("SLURM_JOB_ID=9 SLURM_NTASKS=8", Ranks(job="9")),
     "by hand the same": (f"{TORCH} SHARDCACHE_RANK=11", Ranks(11, 16, 3, "run-7", "explicit")),
     "by hand beyond it": (f"{SLURM} {BY_HAND}", Ranks(9, 10, None, "mine", "explicit")),

@@ -221,7 +221,7 @@ def _print_hints(console: Console, report: PrewarmReport, options: Mapping[str, 
             option = "--skip-missing" if are_absent else f"--max-failures {report.failed}"
             console.hint(f"  To accept these failures, pass {option}.")
     elif report.stopped is Stopped.REQUESTED and report.not_started:
-        console.hint("Run the same command again to resume.")
+        console.hint("Run the same command again to continue.")
     elif report.not_started and (console.quiet or console.json):
         shards = counted(report.not_started, "shard")
         console.warning(f"{shards} not done because {report.stopped.why}")

@@ -189,7 +189,7 @@ def _bypass(
             response = failed.take_response()
         reader = OriginReader(process, shard, position, version=version, response=response)
     except Exception as exn:
-        process.counters.add({"failed": 1, **counts} if process.is_job else {})
+        process.counters.add({"failed": int(process.is_job), **counts})
         process.counters.flush()  # the error may end a worker, which then writes nothing
         number = getattr(fault, "errno", None)
         is_final = exn is fault or isinstance(exn, (ShardNotFoundError, AccessDeniedError))
@@ -201,7 +201,7 @@ def _bypass(
             url=str(shard),
             errno=number,
         ) from exn
-    process.counters.add({"streamed": 1, **counts})
+    process.counters.add({"streamed": int(process.is_job), **counts})
     return reader
 
 

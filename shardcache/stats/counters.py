@@ -46,7 +46,7 @@ class Counters:
     """The counters of one process. Outside any job, it has no ``ranks``.
 
     ``where`` returns the node's namespace, which has the database, and ``allowed`` whether the disk
-    may be written.
+    may be written. Only with ``is_job`` are opens counted: those of a command train nothing.
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class Counters:
         where: Callable[[], Layout],
         ranks: Ranks | None = None,
         allowed: Callable[[], bool] = lambda: True,
+        *,
+        is_job: bool = True,
     ) -> None:
         self._where: Callable[[], Layout] | None = where  # None in a forked child
         self._rank = database.NO_RANK if ranks is None or ranks.launcher == "none" else ranks.rank
-        self._allowed = allowed
+        self._allowed, self._is_job = allowed, is_job
         self._run = run_of_this_process()[1]
         self._guard, self._writing = threading.RLock(), threading.RLock()
         self._counted: defaultdict[str, int] = defaultdict(int)
@@ -102,7 +104,7 @@ class Counters:
         The third tier and all later ones are counted together.
         """
         # Repeats `add` instead of calling it: a hit must not cost much more than an open().
-        if self._where is None:
+        if self._where is None or not self._is_job:
             return
         name, wait = _OUTCOMES[outcome]
         with self._guard:

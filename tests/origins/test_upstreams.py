@@ -5,6 +5,7 @@ import logging
 import shutil
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -355,6 +356,30 @@ def test_a_shard_is_not_evicted_while_it_is_copied(node, nas, monkeypatch, caplo
     ]
     assert f"{URLS[4]}: not copied to an upstream" in caplog.text
     assert "the upstream" not in caplog.text
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_only_the_caller_that_needs_a_copy_waits_for_it(node, origin, nas, monkeypatch, is_joined):
+    released, begun, real = threading.Event(), threading.Event(), shutil.copyfile
+
+    def slow(*paths):
+        begun.set()
+        released.wait(60)
+        return real(*paths)
+
+    monkeypatch.setattr("shardcache.origins.resolve.shutil.copyfile", slow)
+    with node(writable(nas)) as cache, ThreadPoolExecutor() as pool:
+        gate = origin.hold(after=1000)
+        stream = cache.open(URL) if is_joined else None  # which begins the download
+        fetch = pool.submit(cache.fetch, URL)
+        wait_until(lambda: sum(d.readers for d in caches.unfinished(cache)) == 1 + is_joined)
+        stream = stream or cache.open(URL)
+        gate.set()
+        assert stream.read() == DATA  # does not wait for the copy
+        assert begun.wait(60) and not fetch.done()
+        released.set()
+        fetch.result()
+        assert (nas / "lab/train/0.tar").read_bytes() == DATA
 
 
 def store(endpoint: str, access_key: str, secret_key: str) -> dict[str, object]:

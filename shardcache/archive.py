@@ -146,7 +146,7 @@ class TarWalk:
         stream, left = self._stream, self._left
         self._left = 0
         if left and type(stream) is _Headers:
-            stream.at += left
+            stream.skip(left)
             left = 0
         while left > _PIECE:  # skip a member that was not read
             stream.read(_PIECE)
@@ -225,6 +225,9 @@ class _Headers:
         data = self._read(size, self.at)
         self.at += len(data)
         return data
+
+    def skip(self, size: int) -> None:
+        self.at += size
 
 
 #: Empty reads after which reading fails. If the size of a member is damaged, tarfile would keep

@@ -62,7 +62,7 @@ def is_side_file(name: str) -> bool:
 
 
 META = "meta.json"
-PROGRESS = "progress"
+JOURNAL = "progress"
 INDEX = "samples.idx"
 #: Second names of the data file, once this or another namespace has replaced the version. They look
 #: like temporary names, so that older versions of the library remove them, too.

@@ -207,6 +207,13 @@ class _Run:
         counts, check, self.counts, self.check = self.counts.split(), self.check, "", 0
         return counts, check
 
+    def end(self, what: str) -> None:
+        self.ended = what
+
+    def counted(self, samples: int) -> None:
+        """Note the number of samples of the last shard, which was read to its end."""
+        self.counts += str(samples)
+
     def enter(self, url: str, count: str) -> None:
         self.counts += f" {count}"
         self.check = crc32(os.fsencode(url), self.check)
@@ -659,7 +666,7 @@ class _Shards:
     def _handle(self, exn: Exception, what: str = "samples") -> bool:
         if self._handler(exn):
             return True
-        self._run.ended = what
+        self._run.end(what)
         return False
 
     def _skip(self, exn: Exception) -> bool:
@@ -709,8 +716,9 @@ class _Shards:
             given += 1
             yield sample
         if not count:
-            self._run.counts += str(given)
-            self._run.ended = "shards" if is_over else self._run.ended
+            self._run.counted(given)
+            if is_over:
+                self._run.end("shards")
         elif given < int(count):
             raise _other_count(source["url"], given, count)
 

@@ -304,6 +304,15 @@ class ShardBatchSampler(Sampler[list[int]]):
             text = "%d nodes read %d lanes, so several nodes download the same shards"
             logger.warning(text, self._nodes, lanes)
 
+    def _note_loader(self, loader: Any) -> None:
+        self._is_in_order = getattr(loader, "_in_order", True)
+
+    def _note_taken(self, epoch: int, taken: int) -> None:
+        """Note how many samples were taken from each lane. After the last, the epoch is over."""
+        self._taken = epoch, taken
+        if not self._batches(taken):  # Trainer does not request another one
+            self._start = epoch + 1, 0
+
     def _batches(self, taken: int) -> int:
         return self.order.batches(self.share, taken, drop_last=self.drop_last)
 
@@ -354,7 +363,7 @@ class _Iteration:
             loader = frame and frame.f_locals.get("self")
             ahead = getattr(loader, "_num_workers", 0) * getattr(loader, "_prefetch_factor", 0)
             self._begun, self._returned = start, -ahead
-            sampler._is_in_order = getattr(loader, "_in_order", True)
+            sampler._note_loader(loader)
         if not sampler._batches(start):
             self._advance(start)  # a DataLoader requests one more for each that it returns
             raise StopIteration
@@ -374,11 +383,10 @@ class _Iteration:
 
     def _advance(self, taken: int) -> None:
         """Record the positions after a request. Once all batches returned, the epoch is over."""
-        sampler, self._taken = self._sampler, taken
+        self._taken = taken
         self._returned += 1
-        sampler._taken = self._number, self._begun + max(0, self._returned) * sampler.share
-        if not sampler._batches(sampler._taken[1]):  # Trainer does not request another one
-            sampler._start = self._number + 1, 0
+        taken = self._begun + max(0, self._returned) * self._sampler.share
+        self._sampler._note_taken(self._number, taken)
 
     def state_dict(self) -> dict[str, int | str]:
         return self._sampler._state(self._number, self._taken)

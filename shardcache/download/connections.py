@@ -73,6 +73,10 @@ class PartQueue:
         """Count helpers that begin (1) or end (-1) to fetch a part."""
         self.helpers += helpers
 
+    def clear(self) -> None:
+        self.parts.clear()
+        self.fetch = None  # breaks the reference cycle between the queue and its transfer
+
 
 class Connections:
     """Hands out up to ``most`` connections of a process to workers and helpers.
@@ -196,8 +200,7 @@ class Connections:
     def end(self, queue: PartQueue, seconds: float | None = None) -> None:
         """Drop the remaining parts, and wait up to ``seconds`` for helpers that still fetch one."""
         with self.lock:
-            queue.parts.clear()
-            queue.fetch = None  # breaks the reference cycle between the queue and its transfer
+            queue.clear()
             self._fetched.wait_for(lambda: not queue.helpers, seconds)
 
     def hand_out(self) -> None:

@@ -122,6 +122,22 @@ class _Part:
         else:  # the allocator would keep a block that a thread frees, in an arena of that thread
             self.buffer = memoryview(mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
+    def add(self, count: int) -> None:
+        """Note bytes that were received into the buffer."""
+        self.filled += count
+        self.position += count
+
+    def note_shown(self) -> None:
+        self.shown = self.filled
+
+    def note_written(self) -> None:
+        """Begin with the next block. If the size is unknown, a short block is the last one."""
+        is_last = self.filled < BLOCK if self.stop is None else self.position == self.stop
+        self.complete, self.filled = is_last, 0
+
+    def restart(self) -> None:
+        self.position = self.filled = self.shown = 0
+
 
 class Transfer:
     """Receives one version of an object. Used once, by the thread that made it.
@@ -325,9 +341,9 @@ class Transfer:
             if not self._info.identifiable:
                 # The next response may be of another version, so all bytes are received again.
                 self._partial.restart()
-                part.position = part.filled = part.shown = 0
+                part.restart()
                 raise
-            if not self._retries.made_progress(part.position - before):
+            if not self._retries.note_progress(part.position - before):
                 raise
             logger.info("%s: %s; continuing at byte %d", self._shard, exn, part.position)
         finally:
@@ -376,8 +392,7 @@ class Transfer:
                 if throttle is not None:
                     want = min(want, part.filled + throttle.most)
                 count = response.readinto(part.buffer[part.filled : want])
-                part.filled += count
-                part.position += count
+                part.add(count)
                 self._resources.counters.read(count, self._counter)
                 received += count
                 if part.filled == length or (count == 0 and part.stop is None):
@@ -393,7 +408,7 @@ class Transfer:
                     self._check()
                     self._partial.write(0, part.buffer[: part.filled], fd)
                     self._partial.show(part.filled)
-                    part.shown = part.filled
+                    part.note_shown()
                     self._download.note_bytes(0, self._partial)
                 if self._retries.end is not None and not part.complete:
                     self._retries.check()
@@ -417,9 +432,7 @@ class Transfer:
             self._check()  # after an abort, the buffer may hold other bytes than the object's
             self._partial.write(at, block, fd)
             self._partial.record(at // BLOCK, digest, len(block))
-        part.filled = 0
-        # If the size is unknown, a short block is the last one.
-        part.complete = len(block) < BLOCK if part.stop is None else part.position == part.stop
+        part.note_written()
 
     # -- the origin's checksum -------------------------------------------------------
 

@@ -44,7 +44,7 @@ _ONLY_S3FS = (
 )
 #: Errors of botocore that a new login resolves: an SSO token is missing or has expired, the
 #: credentials of a program have expired, or a program may be writing a file of credentials.
-_LOGIN = frozenset(
+_LOGIN_ERRORS = frozenset(
     {"LoginError", "SSOError", "TokenRetrievalError", "RuntimeError"}
     | {"ConfigParseError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 )
@@ -323,7 +323,7 @@ def chain_error(exn: Exception, shard: ShardURL, profile: str | None, *, worked:
     if "NoCredentialsError" in kinds and _metadata_service_is_busy():
         text = "the metadata service of this machine gives no credentials now"
         return TransientError(text, patient=True)
-    if worked and (is_program or kinds & _LOGIN):
+    if worked and (is_program or kinds & _LOGIN_ERRORS):
         return login_ended(profile)
     clock_too = "Check this machine's clock. " if "RuntimeError" in kinds else ""
     return AccessDeniedError(

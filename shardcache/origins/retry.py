@@ -44,7 +44,7 @@ T = TypeVar("T")
 BASE = 0.25
 CAP = 20.0
 #: Bytes that an attempt must receive to count as progress.
-PROGRESS = 64 * 1024
+LEAST_PROGRESS = 64 * 1024
 #: Length of the first and of the longest pause, in seconds. A process notices at most one longest
 #: pause late that a store has recovered.
 _FIRST, _LONGEST = 0.25, 8.0
@@ -111,10 +111,10 @@ class Retries:
                 url=self._url,
             )
 
-    def made_progress(self, received: int) -> bool:
+    def note_progress(self, received: int) -> bool:
         """Return whether a failed attempt received enough bytes not to count as a failure."""
-        self.retries += received >= PROGRESS
-        return received >= PROGRESS
+        self.retries += received >= LEAST_PROGRESS
+        return received >= LEAST_PROGRESS
 
     def extend(self, seconds: float) -> None:
         """Extend the deadline by ``seconds`` that the download did not spend on its origin."""

@@ -137,6 +137,14 @@ class _Store:
     def refused(self) -> None:
         self.fresh_until = self.expire_at = 0.0
 
+    def accepted(self, keys: Any) -> None:
+        self.worked |= keys is not None
+
+    def set_clock(self, moment: float) -> float:
+        """Sign with the store's time, which is ``moment`` now. Return by how much it is ahead."""
+        self.ahead = moment - time.time()
+        return self.ahead
+
 
 #: The stores, keyed by the options, the endpoint, and AWS's environment variables and files. A
 #: forked child inherits them, with the credentials of its parent.
@@ -322,7 +330,7 @@ class S3Origin(Origin):
             headers = plain
         bucket, keys, response = self._send(method, shard, headers, query, route)
         if response.status in (200, 206):
-            store.worked |= keys is not None
+            store.accepted(keys)
             return response
         code, reason, elsewhere = _read_refusal(response)
         where = bucket.server.partition("://")[2] + route.after if route.target else store.name
@@ -371,10 +379,10 @@ class S3Origin(Origin):
             moment = parsedate_to_datetime(response.headers.get("date", "")).timestamp()
         except ValueError:
             return False
-        store.ahead = moment - time.time()
+        ahead = abs(store.set_clock(moment))
         text = "this machine's clock is %s off; requests to %s are signed with the store's time"
-        level = logging.WARNING if abs(store.ahead) >= 60 else logging.INFO  # it was corrected
-        logger.log(level, text, format_duration(abs(store.ahead)), store.name)
+        level = logging.WARNING if ahead >= 60 else logging.INFO  # it was corrected
+        logger.log(level, text, format_duration(ahead), store.name)
         return True
 
     def _renew(self, refused: Any, shard: ShardURL) -> bool:

@@ -28,7 +28,7 @@ from shardcache.origins.base import (
     compare_version,
     skip,
 )
-from shardcache.origins.retry import PROGRESS
+from shardcache.origins.retry import LEAST_PROGRESS
 from shardcache.store.digest import BLOCK, TreeDigest
 from shardcache.store.directory import DamagedError
 from shardcache.store.entry import OpenEntry
@@ -350,11 +350,11 @@ class OriginReader:
             )
 
     def _receive(self, view: memoryview) -> int:
-        """Receive bytes, and move the position. After a failure, receive `PROGRESS` or fail.
+        """Receive bytes, and move the position. After a failure, receive `LEAST_PROGRESS` or fail.
 
         Compares the version of the object before its last bytes are delivered.
         """
-        least = min(len(view), PROGRESS) if self._has_failed else 1
+        least = min(len(view), LEAST_PROGRESS) if self._has_failed else 1
         if self._body is not None and self._position == self._body.stop:
             self.close()  # the response was limited to a part, so request the rest
         # After any exception, the body is dropped: it may have lost bytes to a signal handler.
@@ -376,7 +376,7 @@ class OriginReader:
             if body is not None:
                 body.close()
             self._has_failed = isinstance(exn, TransientError)
-            if self._has_failed and self._retries.made_progress(self._received):
+            if self._has_failed and self._retries.note_progress(self._received):
                 self._received = 0
                 return self._receive(view)
             raise

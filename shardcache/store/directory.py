@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardcache import files
 from shardcache.errors import ConfigError
 from shardcache.faults import ignoring, system_error
-from shardcache.layout import META, PROGRESS, hidden_path, is_side_file
+from shardcache.layout import JOURNAL, META, hidden_path, is_side_file
 from shardcache.origins.base import ObjectInfo
 from shardcache.urls import parse_url
 
@@ -131,7 +131,7 @@ def _data_names(names: Iterable[str]) -> list[str]:
 
 def _recorded_name(directory: Path | str) -> str | None:
     """Return the data file's name according to the sidecar or journal; None if neither has it."""
-    for name in (META, PROGRESS):
+    for name in (META, JOURNAL):
         with ignoring(OSError, ValueError, DamagedError):
             data = files.read_file(f"{directory}/{name}")
             # In a journal, a header precedes the sidecar.

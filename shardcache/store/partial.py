@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from shardcache import files
 from shardcache.faults import ignoring, system_error
-from shardcache.layout import META, PROGRESS, Layout, is_hidden_name, parse_partial_name
+from shardcache.layout import JOURNAL, META, Layout, is_hidden_name, parse_partial_name
 from shardcache.store.digest import BLOCK, block_digest
 from shardcache.store.directory import (
     DamagedError,
@@ -90,7 +90,7 @@ def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
 def read_journal(path: Path) -> Journal | None:
     """Read the journal of a partial; return None if it is missing or damaged."""
     try:
-        data = files.read_file(path / PROGRESS, _MAX_JOURNAL)
+        data = files.read_file(path / JOURNAL, _MAX_JOURNAL)
         metadata, records_at, _ = _parse(path, data)
     except (system_error(), DamagedError):
         return None
@@ -106,7 +106,7 @@ class OpenPartial:
     def __init__(self, path: Path, basename: str) -> None:
         with contextlib.ExitStack() as stack:
             self.data = stack.enter_context(files.open_file(path / basename))
-            self._journal = stack.enter_context(files.open_file(path / PROGRESS))
+            self._journal = stack.enter_context(files.open_file(path / JOURNAL))
             header = os.pread(self._journal.fileno(), files.MAX_RECORD, 0)
             metadata, self._records_at, self._confirmed = _parse(path, header)
             self.info = metadata.info
@@ -193,7 +193,7 @@ class Partial:
                 raise LostError(f"{path.name} was locked by another process")
             journal, sidecar = None, b""
             if user_mode is None and (size is None or size > BLOCK):
-                journal = files.open_exclusive(path / PROGRESS, _CREATE, modes)
+                journal = files.open_exclusive(path / JOURNAL, _CREATE, modes)
                 stack.enter_context(journal)
                 sidecar = metadata.encode()
                 sidecar += b" " * (-len(sidecar) % 8)  # so that no record's length crosses a page
@@ -222,9 +222,9 @@ class Partial:
                 if not (free and files.is_file(path / basename, file.fileno()) and is_own):
                     return None
                 path.rename(claimed)  # succeeds for only one of several processes
-                data = files.read_file(claimed / PROGRESS, _MAX_JOURNAL)
+                data = files.read_file(claimed / JOURNAL, _MAX_JOURNAL)
                 metadata, records_at, _ = _parse(claimed, data)
-                journal = stack.enter_context(files.open_exclusive(claimed / PROGRESS, os.O_RDWR))
+                journal = stack.enter_context(files.open_exclusive(claimed / JOURNAL, os.O_RDWR))
                 if metadata.info.size is None or not metadata.resumable:
                     raise DamagedError("its size or version is unknown")
                 (claimed / META).unlink(missing_ok=True)  # left if the writer was killed in `seal`
@@ -337,7 +337,7 @@ class Partial:
         try:
             files.write_new(f"{self.path}/{META}", metadata.encode(), modes.file, sync=sync)
             if self._journal is not None:
-                os.unlink(f"{self.path}/{PROGRESS}")  # noqa: PTH108 - no Path per shard
+                os.unlink(f"{self.path}/{JOURNAL}")  # noqa: PTH108 - no Path per shard
             if self.user_mode is None:
                 os.fchmod(self.fd, modes.published)
             if sync:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardcache.layout import META, PROGRESS, Layout
+from shardcache.layout import JOURNAL, META, Layout
 from shardcache.store.directory import Metadata, remove_free
 from shardcache.store.partial import OpenPartial, Partial, in_flight, read_journal
 from tests.support.storetools import (
@@ -48,7 +48,7 @@ def dead_partial(layout, blocks: Iterable[int] = range(4)) -> Path:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    name=st.sampled_from([NAME, PROGRESS]),
+    name=st.sampled_from([NAME, JOURNAL]),
     flips=st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 255)), max_size=3),
     cut=st.none() | st.integers(0, 1 << 30),
     more=st.integers(0, 100),
@@ -94,19 +94,19 @@ def test_only_proven_blocks_are_resumed(tmp_path_factory, name, flips, cut, more
 def of_another(path: Path, **other: object) -> None:
     """Give a partial the progress of another shard or version."""
     made = begin(Layout(path.parents[1]), metadata_for(**{"data": DATA, **other}))
-    (made.path / PROGRESS).replace(path / PROGRESS)
+    (made.path / JOURNAL).replace(path / JOURNAL)
     made.discard()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: (path / PROGRESS).unlink(),
-        lambda path: (path / PROGRESS).write_bytes(b"SHCPROG1" + bytes(99)),
+        lambda path: (path / JOURNAL).unlink(),
+        lambda path: (path / JOURNAL).write_bytes(b"SHCPROG1" + bytes(99)),
         lambda path: of_another(path, url="s3://lab/b.tar"),
         lambda path: of_another(path, etag="other"),
         lambda path: of_another(path, size=None),
-        lambda path: ((path / PROGRESS).unlink(), (path / PROGRESS).symlink_to(path / NAME)),
+        lambda path: ((path / JOURNAL).unlink(), (path / JOURNAL).symlink_to(path / NAME)),
     ],
 )
 @pytest.mark.locks_work("answers")
@@ -125,11 +125,11 @@ def test_a_partial_is_resumed_after_its_last_thread_has_closed_it(layout):
     half_sealed.write_bytes(partial.metadata._replace(library="killed").encode())
     worker = partial.handle()
     partial.close()
-    before = (partial.path / PROGRESS).read_bytes()
+    before = (partial.path / JOURNAL).read_bytes()
     partial.record(2, b"x" * 16, BLOCK)  # no effect after `close`
     partial.restart()
     partial.close()
-    assert (partial.path / PROGRESS).read_bytes() == before
+    assert (partial.path / JOURNAL).read_bytes() == before
     assert Partial.claim(layout, partial.path, NAME) is None
     assert [found.live for found in in_flight(layout)] == [True]
     worker.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardcache import Cache, ConfigError
-from shardcache.layout import MANIFEST, PROGRESS
+from shardcache.layout import JOURNAL, MANIFEST
 from shardcache.urls import parse_url
 from tests.support.caches import read, warnings
 from tests.support.clitools import command
@@ -107,7 +107,7 @@ def test_files_of_other_programs_are_never_removed_and_hide_nothing(make_cache) 
     for parent in parents:
         (parent / "checkpoints").mkdir(parents=True)
         kept += [parent / os.fsdecode(name) for name in (*names, "checkpoints/model.ckpt")]
-    kept.remove(live.path / PROGRESS)
+    kept.remove(live.path / JOURNAL)
     for path in kept:
         path.write_bytes(b"precious")
     with cache.open(URL):  # although other names are listed before and after its data
@@ -268,7 +268,7 @@ def test_link_targets_are_not_written(make_cache, tmp_path, caplog, name, link, 
         assert f"is streamed, not cached: {path}: " in warning
 
 
-@pytest.mark.parametrize("name", ["big.tar", PROGRESS])
+@pytest.mark.parametrize("name", ["big.tar", JOURNAL])
 @pytest.mark.parametrize("harm", ["linked", "huge"])
 def test_a_linked_or_huge_partial_is_not_used(make_cache, tmp_path, name, harm):
     cache = make_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import logging
@@ -13,11 +12,9 @@ import re
 import shlex
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +23,8 @@ from shardcache import clock
 from shardcache.cache import Cache, default_cache
 from shardcache.dataset.index import (
     OpenShard,
+    OpenShards,
     count_samples,
-    most_open,
     read_index_file,
     refuse_compressed,
 )
@@ -54,6 +51,8 @@ logger = logging.getLogger(__name__)
 #: Seconds without a read after which a shard is closed as soon as another one is opened, so that
 #: it may be evicted. A worker that needs a shard less often can open it again, which takes 50 us.
 _IDLE = 0.5
+#: Open shards of a data set, which cannot be evicted.
+_MOST = 1024
 #: Seconds after which a shard that was refused is requested again.
 _REPEATED = 60.0
 #: Filters of WebDataset that need a stream of samples, and what to use in their place.
@@ -83,18 +82,6 @@ class Batch(list[int]):
     def __init__(self, indices: Iterable[int] = (), shards: Iterable[int] = ()) -> None:
         super().__init__(indices)
         self.shards = frozenset(shards)
-
-
-class _OpenShards(OrderedDict[int, OpenShard]):
-    """The open shards of a data set and its parts; the last one is the most recently used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: The shards that each part mixes now.
-        self.windows = WeakKeyDictionary[TarDataset, frozenset[int]]()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _OpenShards, ()
 
 
 class TarDataset:
@@ -164,10 +151,9 @@ class TarDataset:
         self._ends = list(accumulate(self.counts.tolist()))  # of the samples of all shards
         self._selected: NDArray[np.int64] | None = None
         self._splits = 0  # how many times it was split off
-        self._open = _OpenShards()
+        self._open = OpenShards()  # of this data set and its parts
         # When an origin refused a shard, so that not each of its samples costs another request.
         self._refused = dict[int, tuple[float, ShardCacheError]]()
-        self._most = min(most_open(), 1024)  # an open shard cannot be evicted
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_refused": {}}
@@ -175,7 +161,7 @@ class TarDataset:
     def _count(self, specs: Sequence[str]) -> list[int]:
         """Count the samples of all shards, which downloads those that are not cached."""
         ranks = detect()
-        shown = [*map(redact, specs[:3]), *(["..."] if specs[3:] else [])]
+        shown = [*map(shown_url, specs[:3]), *(["..."] if specs[3:] else [])]
         command = shlex.join(["shardcache", "index", *shown, "-o", "train.json"])
         if ranks.world_size > (ranks.local_size or ranks.world_size):
             raise ConfigError(
@@ -337,9 +323,7 @@ class TarDataset:
             if opened.is_cached:  # otherwise, its stream counts
                 size += opened.offsets[number + 1] - opened.offsets[number]
         if in_use := getattr(indices, "shards", None):  # a batch of a ShardBatchSampler
-            self._open.windows[self] = in_use
-            for position in self._open.keys() - frozenset().union(*self._open.windows.values()):
-                self._open.pop(position, None)
+            self._open.keep(self, in_use)
         self.cache.process.counters.read(size)
         if error is not None and not samples:
             return [], error  # the handler left out all of them
@@ -370,10 +354,7 @@ class TarDataset:
         """
         opened = self._open.pop(position, None)
         if opened is None or opened.is_lost:
-            idle = clock.monotonic() - _IDLE
-            with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # in another thread
-                while len(self._open) >= self._most or next(iter(self._open.values())).used < idle:
-                    self._open.popitem(last=False)
+            self._open.make_room(clock.monotonic() - _IDLE, _MOST)
             self.cache.process.stop_keeping_used()
             when, refused = self._refused.get(position, (-math.inf, None))
             if refused is not None and clock.monotonic() - when < _REPEATED:

@@ -15,6 +15,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -22,9 +23,11 @@ import sys
 import tarfile
 import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+from weakref import WeakKeyDictionary, WeakValueDictionary
 from zlib import crc32
 
 from shardcache import clock, threads
@@ -278,10 +281,48 @@ class OpenShard:
             logger.debug("%s gets no %s: %s", self._directory, INDEX, exn)
 
 
-def most_open() -> int:
-    """Return how many shards to keep open: a quarter of the files that a process may open."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1024 if files < 0 else max(1, files // 4)
+class OpenShards(OrderedDict[int, OpenShard]):
+    """The open shards of a data set and its parts, or of a pipeline; the last one was used last.
+
+    Nothing is closed here: a shard closes when no thread refers to it any more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: Any = WeakKeyDictionary()  # the shards that each part mixes
+        _all[id(self)] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenShards, ()
+
+    def make_room(self, idle: float = -math.inf, most: float = math.inf) -> None:
+        """Remove the oldest shards, so that one more may be open: those unused since ``idle``, and
+        while there are ``most``; of all data sets, while these have half of the descriptors that
+        the process may open, two per shard.
+        """
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        in_process = math.inf if files < 0 else max(1, files // 4)
+        # In another thread, the last one may have been removed.
+        with contextlib.suppress(KeyError, RuntimeError, StopIteration, ValueError):
+            while sum(map(len, each := [*_all.values()])) >= in_process:
+                min(filter(None, each), key=OpenShards._first_used).popitem(last=False)
+            while len(self) >= most or self._first_used() < idle:
+                self.popitem(last=False)
+
+    def _first_used(self) -> float:
+        return next(iter(self.values())).used
+
+    def keep(self, part: object, window: frozenset[int]) -> None:
+        """Remove all shards but those that the parts mix; ``part`` mixes those of ``window``."""
+        self._windows[part] = window
+        # Not by iteration, during which another thread may add a part.
+        windows = (self._windows.data.get(key, ()) for key in self._windows.keyrefs())
+        for position in self.keys() - frozenset[int]().union(*windows):
+            self.pop(position, None)
+
+
+#: Those of this process, by identity.
+_all = WeakValueDictionary[int, OpenShards]()
 
 
 def refuse_compressed(shard: ShardURL) -> None:

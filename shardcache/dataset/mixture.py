@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -58,7 +59,12 @@ class Mixture:
                 "A Mixture needs data sets that share one cache, each with a weight: "
                 "Mixture({'web': (web, 0.7), 'books': (books, 0.3)}, samples=1_000_000)."
             )
-        self.parts = {name: data for name, (data, _) in parts.items()}
+        every = [data for data, _ in pairs]
+        # A data set that is two parts has a window for each.
+        self.parts = {
+            name: data if every.count(data) == 1 else copy.copy(data)
+            for name, (data, _) in parts.items()
+        }
         self.samples = checked_int("samples", samples, 1)
         (self.cache,) = caches
         weights = {

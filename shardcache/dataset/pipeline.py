@@ -41,7 +41,7 @@ from webdataset.pipeline import add_length_method
 from webdataset.utils import pytorch_worker_info  # WebDataset splits the shards by it
 
 from shardcache import wds
-from shardcache.dataset.index import OpenShard, most_open
+from shardcache.dataset.index import OpenShard, OpenShards
 from shardcache.dataset.order import checked_int
 from shardcache.dataset.sampler import warn_of_room
 from shardcache.errors import ConfigError, ShardCacheError
@@ -225,23 +225,25 @@ class _Epochs(NamedTuple):
     epoch: int = 0  #: of the next iteration
     loads: int = 0  #: states that were loaded
     loaded: int = -1  #: the epoch of the last one, until an iteration continues it
+    seed: int = -1  #: that of the last one; -1 without one
     #: The last iteration: "begin" in this process, "work" in workers of a loader, "end" there.
     phase: str = ""
     #: The names of iterations -> their epochs, and whether they continue the loaded state.
     begun: dict[str, tuple[int, bool]] = {}
 
-    def after(self, kind: str, epoch: int = -1, name: str = "") -> _Epochs:
+    def after(self, kind: str, epoch: int = -1, name: str = "", seed: int = -1) -> _Epochs:
         """Return the epochs after one more event.
 
         Args:
             kind: "set" or "load", with an epoch; "begin", or "work" and "end" in a worker.
             epoch: of an iteration, only if it continues a state that only this worker has loaded.
             name: of an iteration, the same in all workers that share it.
+            seed: of a state that was loaded, here or only in this worker.
         """
         if kind == "set":
             return self._replace(epoch=epoch)
         if kind == "load":
-            return self._replace(epoch=epoch, loads=self.loads + 1, loaded=epoch)
+            return self._replace(epoch=epoch, loads=self.loads + 1, loaded=epoch, seed=seed)
         if kind == "end":  # of an iteration that may not be the last one
             return self._replace(phase=kind) if self.phase == "work" else self
         if name in self.begun:  # by another worker
@@ -250,7 +252,8 @@ class _Epochs(NamedTuple):
         epoch = epoch if epoch >= 0 else self.epoch
         begun = dict([*self.begun.items(), (name, (epoch, is_continued))][-_REMEMBERED:])
         loaded = -1 if is_continued else self.loaded
-        return _Epochs(epoch + 1, self.loads, loaded, kind, begun)
+        seed = seed if seed >= 0 else self.seed
+        return _Epochs(epoch + 1, self.loads, loaded, seed, kind, begun)
 
 
 class _EpochLog:
@@ -414,7 +417,8 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
             checked_int("state['epoch'] of a worker", _Run.of(worker).epoch, epoch, epoch)
         self._seed = workers[-1]["seed"] if workers else self._seed
         self._loaded = {**state, "epoch": epoch}
-        self._load = -1 if get_worker_info() else self._log.add("load", epoch).loads
+        event = "load", epoch, "", self._seed
+        self._load = -1 if get_worker_info() else self._log.add(*event).loads
         self._run = self._tracked = None  # last: a signal handler may save a state at any moment
 
     def _loaded_by_worker(self, workers: int) -> dict[int, Any]:
@@ -504,14 +508,17 @@ class Resumable(webdataset.DataPipeline):  # type: ignore[misc]
                 "Resume with a new DataLoader."
             )
         loaded_epoch = self._loaded.get("epoch", -1) if self._load < 0 else -1
-        event, begun = (kind, loaded_epoch, name), (-1, False)
+        loaded_seed = self._seed if self._load < 0 else -1
+        event, begun = (kind, loaded_epoch, name, loaded_seed), (-1, False)
         while (expected := self._log.add().after(*event).begun[name]) != begun:
             epoch, is_continued = expected  # again, if another worker began in the meantime
             is_continued = loaded_epoch == epoch if loaded_epoch >= 0 else is_continued
             state = self._loaded_by_worker(workers).get(worker) if is_continued else None
             run = _Run(epoch) if state is None else _Run.of(state)
             self._run = copy.copy(run)  # first: a signal handler may save a state at any moment
-            begun = self._log.add(*event).begun[name]
+            epochs = self._log.add(*event)
+            begun = epochs.begun[name]
+        self._seed = epochs.seed if epochs.seed >= 0 else self._seed
         if self._load < 0:
             self._loaded = {}
         return run, *plan
@@ -658,10 +665,9 @@ class _Shards:
         self._buffered = sum(_shuffle_of(stage).get("bufsize", 0) for stage in stages)
         # By number of the shard: its URL, its samples, and how many of them were not read yet.
         self._urls, self._counts, self._left = list[str](), list[int](), list[int]()
-        self._opened = dict[int, OpenShard]()
+        self._opened = OpenShards()
         self._failed = dict[int, ShardCacheError]()  # why a shard could not be opened again
         self._bytes = 0  # read, but not counted yet
-        self._most = most_open()
 
     def _handle(self, exn: Exception, what: str = "samples") -> bool:
         if self._handler(exn):
@@ -735,8 +741,7 @@ class _Shards:
         return range(number << _BITS, (number << _BITS) + places)
 
     def _keep(self, number: int, opened: OpenShard) -> None:
-        if len(self._opened) >= self._most:
-            del self._opened[next(iter(self._opened))]  # few of its samples are left
+        self._opened.make_room()
         self._opened[number] = opened
 
     def _warn_of_room(self, opened: OpenShard) -> None:
@@ -782,6 +787,7 @@ class _Shards:
             except ConfigError:
                 raise
             except Exception as exn:  # noqa: BLE001 - the handler decides
+                self._opened.pop(place >> _BITS, None)  # it is opened again for its next sample
                 if not self._handle(exn):
                     return
                 continue

@@ -237,18 +237,34 @@ class ShardCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
     def _ask(self, method: str, path: Any = None, *args: Any, **options: Any) -> Any:
         """Call a method of the target. It removes its own protocol from the path."""
-        try:
-            return getattr(self.fs, method)(path and _without_protocol(path), *args, **options)
-        except Exception as exn:
-            if redact(str(exn)) == str(exn):
-                raise
-            is_absent = isinstance(exn, FileNotFoundError)
-            error = (FileNotFoundError if is_absent else OSError)(redact(str(exn)))
-        raise error
+        path = path and _without_protocol(path)
+        return _redacting(lambda: getattr(self.fs, method)(path, *args, **options))
+
+    def walk(self, path: str, *args: Any, **options: Any) -> Any:
+        """Yield the directories, like the target's method."""
+        found = self._ask("walk", path, *args, **options)
+        while (directory := _redacting(next, found, None)) is not None:
+            yield directory
+
+    def expand_path(self, *args: Any, **options: Any) -> Any:
+        """Return the files that paths or patterns stand for."""
+        return _redacting(super().expand_path, *args, **options)
 
     def _refuse(self, action: str, *_args: Any, **_options: Any) -> NoReturn:
         advice = "Write to the URL without shardcache::."
         raise ConfigError(f"A cache is read-only: it refuses {action}. {advice}")
+
+
+def _redacting(function: Any, *args: Any, **options: Any) -> Any:
+    """Call a function, and raise its error without secrets."""
+    try:
+        return function(*args, **options)
+    except Exception as exn:
+        if redact(str(exn)) == str(exn):
+            raise
+        is_absent = isinstance(exn, FileNotFoundError)
+        error = (FileNotFoundError if is_absent else OSError)(redact(str(exn)))
+    raise error
 
 
 def _without_protocol(path: Any) -> str:
@@ -265,7 +281,7 @@ def _add(method: Any, names: str) -> None:
         setattr(ShardCacheFileSystem, name, functools.partialmethod(method, name))
 
 
-_LISTING = "_parent created du find glob invalidate_cache modified sign walk"
+_LISTING = "_parent created du find glob invalidate_cache modified sign"
 _WRITING = "copy cp_file makedirs mkdir mv pipe pipe_file put put_file rm rm_file rmdir touch"
 _add(ShardCacheFileSystem._ask, _LISTING)
 _add(ShardCacheFileSystem._refuse, _WRITING)  # other names, such as `delete`, call these

@@ -282,7 +282,7 @@ class OriginReader:
         if self._info is not None and self._info.identifiable:
             self._version = self._info.version
         elif self._position:
-            raise TransferError(
+            raise UnversionedError(
                 f"{self._shard} can only be read on by the process that opened it, because its "
                 "origin names no version. Open it in the forked process.",
                 url=str(self._shard),
@@ -399,7 +399,9 @@ class OriginReader:
                     "origin names no version (ETag or Last-Modified). Read the shard again.",
                     url=str(self._shard),
                 )
-            if self._version and not body.info.is_of(self._version, self._size):
+            # The size that is part of the version, and not the one that the end has shown.
+            size = self._size if self._info is None else self._info.size
+            if self._version and not body.info.is_of(self._version, size):
                 raise VersionChangedError(str(self._shard))
             if passed := skip(body, self._position):
                 self._process.counters.read(passed, self._counter)

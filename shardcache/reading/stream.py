@@ -328,6 +328,8 @@ class ShardStream(io.RawIOBase):
 
     def size(self) -> int:
         """Return the bytes of the shard; wait until they are known. Raises UnsupportedOperation."""
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
         while (size := self._reader.size) is None:
             if self._error is not None:
                 raise self._error

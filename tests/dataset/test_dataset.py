@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import resource
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +138,23 @@ def test_a_shard_without_room_is_read_all_the_same(make_cache, origin, caplog):
     assert ["streamed" in text for text in others] == [True]
     origin.etags = False  # each response may have another version
     assert keys(reversed(TarDataset(SPEC, cache=cache))) == KEYS[::-1]
+
+
+def test_a_forked_child_reads_a_shard_that_its_parent_streams(serve, open_cache):
+    shard = sample_tar(1, 400)  # more than a stream's buffer
+    response = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(shard), shard)
+    data = TarDataset(f"{serve(response).url}/1.tar", cache=open_cache(max_size=20_000))
+    assert keys([data[300]]) == ["0001-00300"]
+    assert together(1, lambda _: keys([data[8]])) == [["0001-00008"]]
+
+
+def test_the_advice_to_write_an_index_shows_no_secret(make_cache, monkeypatch):
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    command, cache = "pipe:curl -u me:secret http://h/a.tar", make_cache(allow_schemes=["pipe"])
+    with pytest.raises(ConfigError, match="Run `shardcache index 'pipe:curl http") as caught:
+        TarDataset(command, cache=cache)
+    assert "secret" not in str(caught.value)
 
 
 def break_file(path, monkeypatch):
@@ -306,8 +324,8 @@ def test_a_file_that_occurs_twice_is_an_error_of_its_sample(make_cache, origin):
     assert data[1]["txt"] == b"b.txt"  # as in a pipeline
 
 
-def test_few_shards_are_open_and_idle_ones_may_be_evicted(data, clock):
-    data._most = 2
+def test_few_shards_are_open_and_idle_ones_may_be_evicted(data, clock, monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 2)
     with no_descriptor_left():
         assert keys(data) == KEYS
         assert list(data._open) == [2, 3]
@@ -321,8 +339,15 @@ def test_few_shards_are_open_and_idle_ones_may_be_evicted(data, clock):
         data._open.clear()
 
 
-def test_threads_share_a_data_set(data):
-    data._most = 1
+def test_data_sets_share_the_descriptors_of_a_process(data, monkeypatch):
+    other = TarDataset(SPEC, cache=data.cache)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
+    assert keys(data) + keys(other) == 2 * KEYS
+    assert (len(data._open) + len(other._open), 3 in other._open) == (3, True)
+
+
+def test_threads_share_a_data_set(data, monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 1)
 
     def wrong(seed):
         order = np.random.default_rng(seed).permutation(np.tile(np.arange(24), 20))

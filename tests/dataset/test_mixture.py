@@ -203,11 +203,15 @@ def test_parts_of_a_data_set_keep_their_own_shards_open(make_cache, origin, monk
     monkeypatch.setattr("shardcache.dataset.dataset._IDLE", 600)
     origin.objects |= {f"s3://web/{n}.tar": sample_tar(n, 20) for n in range(8)}
     cache = make_cache()
-    halves = TarDataset("s3://web/{0..7}.tar", cache=cache).split([0.5, 0.5])
-    data = Mixture({str(n): (half, 1) for n, half in enumerate(halves)}, samples=2 * 60)
-    for batch in ShardBatchSampler(data, 4, shuffle=2):
-        data.__getitems__(batch)
-    assert cache.stats().opens <= 8 + 8 + 2  # counted, and read; an epoch of a half may begin again
+    web = TarDataset("s3://web/{0..7}.tar", cache=cache)
+    halves = web.split([0.5, 0.5])
+    for number, parts in enumerate(([web, web], halves), 1):
+        data = Mixture({str(n): (half, 1) for n, half in enumerate(parts)}, samples=2 * 60)
+        for batch in ShardBatchSampler(data, 4, shuffle=2):
+            data.__getitems__(batch)
+        # Counted, and read; an epoch of a half may begin again.
+        assert cache.stats().opens <= 8 + number * (8 + 2)
+    del web, parts
     del data, halves[1]  # a part that is gone keeps none
     batch = next(iter(ShardBatchSampler(halves[0], 4, shuffle=2)))
     halves[0].__getitems__(batch)

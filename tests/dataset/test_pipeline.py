@@ -335,6 +335,23 @@ def test_a_shard_that_is_gone_after_a_resume_costs_one_request(make, make_cache,
     assert [url for url, *_ in origin.requests].count(URLS[5]) <= 2  # with the one ahead
 
 
+def test_a_shard_that_is_replaced_after_a_resume_costs_one_sample(make, make_cache, origin):
+    errors, urls = [], URLS[:2]
+    origin.objects |= {url: sample_tar(n, 400) for n, url in enumerate(urls)}
+    options = {"handler": lambda exn: not errors.append(str(exn)), "urls": urls}
+    one = make(wds.shuffle(1000), **options)
+    assert len(list(islice(one, 20))) == 20
+    make_cache().clean(everything=True)
+    two = make(wds.shuffle(1000), cache=make_cache(max_size=20_000), **options)
+    two.load_state_dict(saved(one))
+    rest = iter(two)
+    read = list(islice(rest, 3))
+    origin.objects |= {url: sample_tar(8 + n, 400) for n, url in enumerate(urls)}
+    read += list(rest)
+    assert ["was replaced" in error for error in errors] == [True] * (780 - len(read))
+    assert len(errors) <= 2
+
+
 @pytest.mark.parametrize("error", [ShardNotFoundError, ValueError, KeyboardInterrupt])
 def test_after_an_exception_the_state_is_that_of_the_last_output(make, make_cache, origin, error):
     def look(sample):
@@ -469,6 +486,19 @@ def test_all_workers_read_the_same_epoch(of_files, before):
         epoch = dataset.epoch
         assert sorted(flat(batches_of(dataset))) == KEYS[:46]
         assert dataset.epoch == epoch + 1
+
+
+def load(state, _):
+    torch.utils.data.get_worker_info().dataset.load_state_dict(state)
+
+
+def test_later_workers_go_on_with_the_seed_of_a_state(of_files, open_cache):
+    one, two = of_files(wds.shuffle(5)), of_files(wds.shuffle(5))
+    state = saved(one)
+    two.seed = 8
+    open_cache().attach(two, resume=True)
+    loaders = batches_of(two, 1, worker_init_fn=partial(load, state)), batches_of(two, 1)
+    assert [*map(flat, loaders)] == [flat(batches_of(one, 1)), flat(batches_of(one, 1))]
 
 
 def twice(dataset, through):

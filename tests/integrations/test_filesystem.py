@@ -251,6 +251,19 @@ def test_a_response_without_a_length_is_read(serve, web):
     assert web.cat_file(url) == web.cat(url) == SHARD
 
 
+def test_no_error_of_a_missing_file_shows_a_signature(serve, web, tmp_path):
+    url = serve(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n").url
+    for act in (
+        web.cat,
+        web.expand_path,
+        lambda url: web.get(url, str(tmp_path)),
+        lambda url: list(web.walk(url, on_error="raise")),
+    ):
+        with pytest.raises(FileNotFoundError) as caught:
+            act(f"{url}/a.csv?X-Amz-Signature=SECRET")
+        assert "SECRET" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["info", "ukey", "checksum", "created", "modified", "exists"])
 def test_a_file_keeps_its_description_when_it_becomes_cached(name, memory):
     before = getattr(memory, name)("/a.tar")

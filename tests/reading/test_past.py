@@ -100,6 +100,14 @@ def test_a_stream_past_the_cache_can_seek(full, origin):
             stream.read()
 
 
+def test_a_stream_of_a_size_that_only_its_end_shows_can_be_read_again(full, origin):
+    origin.sizes = False
+    with full().open(URL) as stream:
+        for _ in range(2):
+            assert stream.read() == DATA
+            stream.seek(0)
+
+
 @pytest.mark.parametrize("when", ["before it is continued", "before its last bytes"])
 def test_the_version_of_a_streamed_file_is_compared(full, tmp_path, fail_files, when):
     """A filesystem knows no conditional requests."""

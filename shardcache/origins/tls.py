@@ -8,15 +8,14 @@ forks need no code of their own for TLS.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shardcache.errors import ConfigError
 from shardcache.faults import system_error
@@ -78,14 +77,12 @@ class TLSStream:
         server closes the connection; 0 if it was closed, and -1 if no complete record has come yet.
         """
         got, length, more = 0, len(view), True
-        read: Callable[[int, memoryview], int] = self._object.read  # type: ignore[assignment]
         # The first bytes of a connection, never read with MSG_WAITALL, bring the session tickets,
-        # for which OpenSSL takes locks.
-        reading = contextlib.nullcontext() if flags else no_fork()
+        # for which OpenSSL takes locks. Hot path: this is called for each record of 16 KiB.
+        read: Any = self._object.read if flags else self._read_without_fork
         while got < length:
             try:
-                with reading:
-                    count = read(length - got, view[got:])
+                count: int = read(length - got, view[got:])
             except ssl.SSLWantReadError:
                 if not more:
                     break
@@ -97,6 +94,10 @@ class TLSStream:
                 if not count or not flags:
                     return got
         return got if got or not length else -1
+
+    def _read_without_fork(self, size: int, view: memoryview) -> int | bytes:
+        with no_fork():
+            return self._object.read(size, view)
 
     def _receive(self, wanted: int, flags: int) -> bool:
         """Receive ciphertext. Return whether all requested bytes came, so more may be on the way.

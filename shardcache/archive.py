@@ -18,7 +18,6 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any
 from zlib import adler32
 
@@ -26,11 +25,6 @@ from shardcache.errors import IntegrityError
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
-#: Bytes of an end marker: two blocks of zeros.
-_MARKER = 2 * _BLOCK
-#: Blocks that begin with a zero of which `may_end_early` looks at the rest. In 1 MiB of compressed
-#: data, 4 do.
-_CANDIDATES = 32
 #: Bytes per read while skipping a member.
 _PIECE = 20 * _BLOCK
 #: Limit of an extended header in bytes, ample for a name and a few timestamps. Larger ones are left
@@ -114,6 +108,19 @@ class TarWalk:
         if len(data) != self._size:
             raise _ended()
         return data
+
+    def problem(self) -> str:
+        """Describe what readers miss behind an end marker, once the walk is over, or return ""."""
+        stream = self._stream
+        is_seekable = type(stream) is io.BufferedReader and stream.seekable()
+        if self._left != -_BLOCK or self._archive is not None or not is_seekable:
+            return ""
+
+        def read(size: int, at: int) -> bytes:
+            stream.seek(at)
+            return stream.read(size)  # type: ignore[no-any-return]
+
+        return unread(read, stream.tell() - _BLOCK)
 
     def __iter__(self) -> Iterator[str]:
         stream, before = self._stream, self._before
@@ -343,36 +350,22 @@ def check_archive(fd: int, basename: str, url: str) -> None:
         ) from exn
 
 
-def may_end_early(data: memoryview, *, is_last: bool) -> bool:
-    """Return whether a part of an archive may hold an end marker, before the archive's end."""
-    end = len(bytes(data).rstrip(b"\0")) if is_last else len(data)
-    heads, at = bytes(data[:end:_MARKER]), -1
-    for _ in range(_CANDIDATES):
-        if (at := heads.find(0, at + 1)) < 0:
-            return False
-        if data[at * _MARKER : at * _MARKER + _BLOCK] == _ZEROS:
-            return True
-    return True
-
-
-def archive_problem(fd: int, basename: str, size: int, most: int | None = None) -> str:
+def archive_problem(fd: int, basename: str, size: int, *, is_quick: bool = False) -> str:
     """Describe why readers of a tar archive miss a part of it, or return "".
 
-    If the file ends with zeros, as archives do, at most ``most`` headers are read.
+    If ``is_quick``, a file that ends with zeros, as archives do, is not read.
     """
     if not basename.lower().endswith(_SUFFIXES):
         return ""
     read = partial(os.pread, fd)
-    if read(_BLOCK, max(0, size - _BLOCK)) != _ZEROS:
-        most = None
-    if most == 0:
+    if is_quick and read(_BLOCK, max(0, size - _BLOCK)) == _ZEROS:
         return ""
-    at, name = 0, ""
+    at = 0
     try:
-        for at, name in islice(members(read, size), most):  # noqa: B007 - the last one matters
+        for at, _ in members(read, size):  # noqa: B007 - the last one matters
             pass
     except (tarfile.CompressionError, tarfile.StreamError):
         return ""  # its members are not walked
     except (tarfile.TarError, ValueError) as exn:
         return f"readers fail after byte {at} ({exn})"
-    return "" if name else unread(read, at)
+    return unread(read, at)

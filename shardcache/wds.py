@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardcache.archive import MALFORMED, REPEATED, TarWalk, is_meta, key_and_field
 from shardcache.cache import Cache, default_cache
-from shardcache.errors import AccessDeniedError, ConfigError
+from shardcache.errors import AccessDeniedError, ConfigError, ShardCacheError
 from shardcache.faults import ignoring
 from shardcache.locks.mounts import LOCAL_TYPES, mount_of
 from shardcache.origins.listing import SHARD, Listing, is_pattern
@@ -205,6 +205,8 @@ def tar_files(
                         continue
                     break
                 yield sample
+            else:
+                _warn_of_rest(walk, str(url))
             if eof_value is not None:
                 yield eof_value
         except Exception as exn:  # noqa: BLE001 - the handler decides
@@ -212,6 +214,13 @@ def tar_files(
             if not handler(exn):
                 return
         del source, stream, walk  # they would keep the shard in use while the next one is opened
+
+
+def _warn_of_rest(walk: TarWalk, url: str) -> None:
+    """Log, once per shard, that readers miss data behind an end marker."""
+    with ignoring(ShardCacheError, OSError):  # all files that readers see have been read
+        if (problem := walk.problem()) and is_new(f"rest {shown_url(url)}"):
+            logger.warning(MALFORMED, shown_url(url), problem)
 
 
 def group_files(

@@ -20,7 +20,6 @@ import threading
 from dataclasses import dataclass, field
 
 from shardcache import clock, threads
-from shardcache.archive import may_end_early
 from shardcache.clock import boot_id
 from shardcache.config import Config
 from shardcache.download.connections import Connections, PartQueue
@@ -148,7 +147,6 @@ class Transfer:
     def __init__(
         self, resources: Resources, download: Download, origin: Origin, retries: Retries
     ) -> None:
-        self.may_end_early = False  #: whether an archive may have an end marker amid its members
         self._resources, self._download, self._origin = resources, download, origin
         self._shard = download.shard
         self._retries = retries
@@ -184,8 +182,6 @@ class Transfer:
         """Receive the missing bytes, over the caller's connection and those of helpers."""
         self._partial, self._info = received, received.metadata.info
         self._checksum = self._info.checksum  # of the object, as the origin states it
-        # After a resume, or without a size, an early end marker may go unseen.
-        self.may_end_early = received.written > 0 or self._info.size is None
         self._download.note_running(received, bool(self._origin.upstream), self._fail)
         lead = self._queue_parts()
         try:
@@ -426,9 +422,6 @@ class Transfer:
         at, block = part.position - part.filled, part.buffer[: part.filled]
         if block:
             digest = block_digest(block)
-            is_last = part.position == self._info.size
-            if not self.may_end_early and may_end_early(block, is_last=is_last):
-                self.may_end_early = True
             self._check()  # after an abort, the buffer may hold other bytes than the object's
             self._partial.write(at, block, fd)
             self._partial.record(at // BLOCK, digest, len(block))

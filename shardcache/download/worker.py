@@ -49,8 +49,6 @@ _PRIVATE = 2
 _AHEAD = 16
 #: Assumed bytes of a shard of unknown size.
 _USUAL_SIZE = 64 << 20
-#: Headers that a download reads if an archive may have an end marker amid its members: some 20 ms.
-_HEADERS = 2000
 #: How often a shard is fetched again after a failure of each kind. An object that changes more
 #: often is still being written. Where locks do not work, an entry or a partial may vanish.
 _CHANGED, _MISMATCHED, _LOST = 3, 1, 4
@@ -342,8 +340,7 @@ class Worker:
                 transfer.receive(partial)
             metadata = transfer.finish()
             source.ended()
-            headers = _HEADERS if transfer.may_end_early else 0
-            return self._publish(partial, metadata, headers=headers)
+            return self._publish(partial, metadata)
         except BaseException as exn:
             transfer.abandon(exn, partial)
             raise
@@ -471,11 +468,11 @@ class Worker:
                     raise
                 logger.debug("%s: not into %s: %s", shard, tier.store.layout.base, exn)
 
-    def _publish(self, partial: Partial, metadata: Metadata, *, headers: int = _HEADERS) -> Path:
+    def _publish(self, partial: Partial, metadata: Metadata) -> Path:
         """Check the archive of a received shard, publish the shard, and return its entry."""
         shard, config = self._download.shard, self._resources.config
         check_archive(partial.fd, shard.basename, str(shard))
-        if problem := archive_problem(partial.fd, shard.basename, metadata.size, headers):
+        if problem := archive_problem(partial.fd, shard.basename, metadata.size, is_quick=True):
             self._resources.notices.warn(f"{shard.key} {problem}", MALFORMED, shard, problem)
         if config.validate is not None:
             try:

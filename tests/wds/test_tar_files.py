@@ -305,3 +305,14 @@ def test_nothing_is_read_beyond_the_current_member(form):
     stream = io.BytesIO(small(form))
     data = next(tar_files([{"url": "u", "stream": stream}]))["data"]
     assert stream.getvalue()[stream.tell() - len(data) : stream.tell()] == data
+
+
+def test_samples_behind_an_end_marker_are_named_once(caplog):
+    first, both = make_tar(1), make_tar(1) + make_tar(2)
+    for stream in (OnlyRead(both), *(io.BufferedReader(io.BytesIO(both)) for _ in range(2))):
+        sources = [{"url": "joined.tar", "stream": each} for each in (stream, OnlyRead(first))]
+        joined, alone = (list(tar_files([source])) for source in sources)
+        assert joined == alone
+    (text,) = caplog.messages
+    assert "joined.tar: readers stop at an end marker" in text
+    assert f"miss the data from byte {len(first)} on" in text

@@ -115,12 +115,9 @@ class TarWalk:
         is_seekable = type(stream) is io.BufferedReader and stream.seekable()
         if self._left != -_BLOCK or self._archive is not None or not is_seekable:
             return ""
-
-        def read(size: int, at: int) -> bytes:
-            stream.seek(at)
-            return stream.read(size)  # type: ignore[no-any-return]
-
-        return unread(read, stream.tell() - _BLOCK)
+        # `unread` reads the marker twice. A seek back could cost a request.
+        rest = _Rejoined(2 * _ZEROS, stream)
+        return unread(lambda size, _: rest.read(size), stream.tell() - _BLOCK)
 
     def __iter__(self) -> Iterator[str]:
         stream, before = self._stream, self._before
